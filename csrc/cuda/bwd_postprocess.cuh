@@ -1,0 +1,42 @@
+// Finishes the backward pass: dq = scale * dq_accumulator, one block per (batch, query head, query
+// tile). The accumulator is in the thread order of bwd_sm80 (kWarps warps, float4 i of thread t at
+// i * kThreads + t), so each thread reads back the fragment it would have produced, and the tile
+// leaves through shared memory in rows.
+#pragma once
+
+#include "bwd_preprocess.cuh"
+#include "device/tile.cuh"
+
+namespace hfb {
+
+template <typename T, int kHeadDim, int kBlockM, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    bwd_postprocess_kernel(const __grid_constant__ BackwardParams p,
+                           const BackwardBuffers buffers) {
+  constexpr int kWarpsM = kBlockM / 16, kWarpsD = kThreads / 32 / kWarpsM,
+                kCols = kHeadDim / kWarpsD;
+  extern __shared__ __align__(128) char smem[];  // dQ [kBlockM, kHeadDim]
+  const int num_m = buffers.len_q_padded / kBlockM;
+  const int m = blockIdx.x % num_m, head = blockIdx.x / num_m % static_cast<int>(p.heads_q);
+  const int64_t batch = blockIdx.x / num_m / static_cast<int>(p.heads_q);
+  const float4* accumulator = reinterpret_cast<const float4*>(
+      buffers.dq_accumulator + ((batch * p.heads_q + head) * num_m + m) * (kBlockM * kHeadDim));
+
+  float dq[kCols / 2];
+#pragma unroll
+  for (int i = 0; i < kCols / 8; ++i) {
+    const float4 x = accumulator[i * kThreads + threadIdx.x];
+    dq[4 * i] = x.x, dq[4 * i + 1] = x.y, dq[4 * i + 2] = x.z, dq[4 * i + 3] = x.w;
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const float scale = static_cast<float>(p.scale);
+  store_accumulator<T, kBlockM>(smem, dq, warp % kWarpsM * 16, warp / kWarpsM * kCols, lane, scale,
+                                scale);
+  __syncthreads();
+  T* g_dq = static_cast<T*>(p.dq.data) + batch * p.dq.stride_batch + head * p.dq.stride_head;
+  store_tile<T, kBlockM, kHeadDim, kThreads>(smem, g_dq, p.dq.stride_row, m * kBlockM,
+                                             static_cast<int>(p.len_q),
+                                             static_cast<int>(p.head_dim));
+}
+
+}  // namespace hfb

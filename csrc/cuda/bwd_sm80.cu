@@ -1,0 +1,70 @@
+// Launches the backward pass at one head dim: preprocess, main kernel, postprocess. Compiled once
+// for each HFB_HEAD_DIM.
+#include "bwd_postprocess.cuh"
+#include "bwd_sm80.cuh"
+#include "launch.h"
+
+namespace hfb {
+namespace {
+
+template <typename Kernel>
+cudaError_t allow_smem(Kernel* kernel, int smem_bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+}
+
+template <typename T, bool kGeneral, bool kSmallSmem>
+cudaError_t launch(const BackwardParams& params, const Plan& plan, cudaStream_t stream) {
+  using Config = BwdSm80<T, HFB_HEAD_DIM, kSmallSmem>;
+  constexpr int kThreads = Config::kThreads, kBlockM = Config::kBlockM;
+  const BackwardWorkspace layout = backward_workspace(params, plan.tile, HFB_HEAD_DIM);
+  char* base = static_cast<char*>(params.workspace);
+  const BackwardBuffers buffers = {reinterpret_cast<float*>(base + layout.delta),
+                                   reinterpret_cast<float*>(base + layout.lse),
+                                   reinterpret_cast<RowBlock*>(base + layout.row_blocks),
+                                   reinterpret_cast<float*>(base + layout.dq_accumulator),
+                                   static_cast<int>(layout.len_q_padded)};
+  const auto row_tiles =
+      static_cast<unsigned>(layout.len_q_padded / kBlockM * params.heads_q * params.batch);
+
+  bwd_preprocess_kernel<T, HFB_HEAD_DIM, kBlockM, kThreads>
+      <<<row_tiles, kThreads, 0, stream>>>(params, buffers, kGeneral ? 1.f : kLog2e);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+
+  auto* main_kernel = bwd_sm80_kernel<T, HFB_HEAD_DIM, kGeneral, kSmallSmem>;
+  if (const cudaError_t error = allow_smem(main_kernel, plan.tile.smem_bytes); error != cudaSuccess)
+    return error;
+  main_kernel<<<static_cast<unsigned>(plan.num_blocks), kThreads, plan.tile.smem_bytes, stream>>>(
+      params, buffers);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+
+  auto* postprocess = bwd_postprocess_kernel<T, HFB_HEAD_DIM, kBlockM, kThreads>;
+  if (const cudaError_t error = allow_smem(postprocess, Config::kQBytes); error != cudaSuccess)
+    return error;
+  postprocess<<<row_tiles, kThreads, Config::kQBytes, stream>>>(params, buffers);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t launch_dtype(const BackwardParams& params, const Plan& plan, cudaStream_t stream) {
+  constexpr bool kHasSmallVariant =
+      BwdSm80<T, HFB_HEAD_DIM, true>::kBlockN != BwdSm80<T, HFB_HEAD_DIM, false>::kBlockN;
+  if constexpr (kHasSmallVariant) {
+    if (plan.is_small_smem) {
+      return plan.is_general ? launch<T, true, true>(params, plan, stream)
+                             : launch<T, false, true>(params, plan, stream);
+    }
+  }
+  return plan.is_general ? launch<T, true, false>(params, plan, stream)
+                         : launch<T, false, false>(params, plan, stream);
+}
+
+}  // namespace
+
+template <>
+int launch_bwd_sm80<HFB_HEAD_DIM>(const BackwardParams& params, const Plan& plan, void* stream) {
+  auto* s = static_cast<cudaStream_t>(stream);
+  return params.dtype == DType::kBFloat16 ? launch_dtype<__nv_bfloat16>(params, plan, s)
+                                          : launch_dtype<__half>(params, plan, s);
+}
+
+}  // namespace hfb

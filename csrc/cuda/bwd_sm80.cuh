@@ -1,0 +1,319 @@
+// Backward attention for sm_80 and newer, fp16 and bf16.     FA2, arXiv:2307.08691, Alg. 2.
+//
+//   P = exp(S - lse)    dP = dO V^T    dS = P * (dP - delta)
+//   dV += P^T dO        dK += scale * dS^T Q        dQ += scale * dS K
+//
+//   one block = kBlockN keys of one (batch, kv head); it walks every query head of the group and
+//               every query tile that sees the keys, so dK and dV of the group are summed in fp32
+//               registers, in a fixed order
+//   warps     = kWarpsM x kWarpsN over S [kBlockM, kBlockN] and over dQ [kBlockM, D];
+//               kWarpsKv x kWarpsD over dK and dV [kBlockN, D]. P and dS go through shared memory,
+//               where they are read transposed
+//   dQ        = fp32 reductions into a workspace in thread order (float4 i of thread t lies at
+//               i * kThreads + t), so every warp writes whole 512-byte runs; bwd_postprocess
+//               un-permutes. The order of these additions is not fixed
+//   shared    = K + V [kBlockN, D] + kQStages Q + dO [kBlockM, D] + P + dS [kBlockM, kBlockN];
+//               tiles.h: 88 KiB at D = 64, 144 KiB at 96, 128 and 256, 112 KiB at 192; a smaller
+//               tile on GPUs that offer only 99 KiB
+//   rounding  = S, dP, dS and all sums fp32; P and dS rounded to the input dtype before a product
+//
+//   barrier (all threads)   after                   publishes         frees
+//   1, top of a tile        cp.async.wait Q, dO     Q, dO (K, V)      P, dS, the other Q stage
+//   2, before dV            P, dS stores            P, dS
+//   3, after dV and dQ                                                dO
+//   Copies in flight: Q of the next tile under this one (two stages), its dO under dK.
+//
+// In sync with: tiles.h, tiling.h, bwd_preprocess.cuh, bwd_postprocess.cuh, reference.py.
+#pragma once
+
+#include "bwd_preprocess.cuh"
+#include "device/tile.cuh"
+
+namespace hfb {
+
+template <typename T, int kHeadDim, bool kSmallSmem>
+struct BwdSm80 {
+  static constexpr Tile kTile = bwd_sm80_tile(kHeadDim, kSmallSmem);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.num_warps;
+  static constexpr int kThreads = kWarps * 32, kQStages = bwd_sm80_q_stages(kHeadDim);
+  static constexpr int kWarpsM = kBlockM / 16, kWarpsN = kWarps / kWarpsM;
+  static constexpr int kWarpsKv = kBlockN / 16 < kWarps ? kBlockN / 16 : kWarps,
+                       kWarpsD = kWarps / kWarpsKv;
+  static constexpr int kSCols = kBlockN / kWarpsN;     // of S and dP, a warp
+  static constexpr int kDqCols = kHeadDim / kWarpsN;   // of dQ, a warp
+  static constexpr int kDkvCols = kHeadDim / kWarpsD;  // of dK and dV, a warp
+  static constexpr int kKvBytes = tile_bytes(kBlockN, kHeadDim),
+                       kQBytes = tile_bytes(kBlockM, kHeadDim);
+  static constexpr int kPBytes = tile_bytes(kBlockM, kBlockN);
+  static_assert(kSCols % 16 == 0 && kDqCols % 16 == 0 && kDkvCols % 16 == 0 &&
+                kWarpsKv * 16 == kBlockN);
+};
+
+template <typename T, int kHeadDim, bool kGeneral, bool kSmallSmem>
+__global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
+    bwd_sm80_kernel(const __grid_constant__ BackwardParams p, const BackwardBuffers buffers) {
+  using Config = BwdSm80<T, kHeadDim, kSmallSmem>;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
+  constexpr int kQStages = Config::kQStages, kSCols = Config::kSCols;
+  constexpr int kDqCols = Config::kDqCols, kDkvCols = Config::kDkvCols;
+  extern __shared__ __align__(128) char smem[];
+  char* const s_v_bytes = smem + Config::kKvBytes;
+  char* const s_q_bytes = s_v_bytes + Config::kKvBytes;
+  char* const s_do_bytes = s_q_bytes + kQStages * Config::kQBytes;
+  char* const s_p_bytes = s_do_bytes + Config::kQBytes;
+  char* const s_ds_bytes = s_p_bytes + Config::kPBytes;
+  const uint32_t s_k = smem_address(smem), s_v = smem_address(s_v_bytes),
+                 s_do = smem_address(s_do_bytes);
+  const uint32_t s_p = smem_address(s_p_bytes), s_ds = smem_address(s_ds_bytes);
+
+  const int len_q = static_cast<int>(p.len_q), len_kv = static_cast<int>(p.len_kv);
+  const int head_dim = static_cast<int>(p.head_dim), head_dim_v = static_cast<int>(p.head_dim_v);
+  const int num_n = ceil_div(len_kv, kBlockN), num_m = buffers.len_q_padded / kBlockM;
+  const int key_begin = static_cast<int>(blockIdx.x % num_n) * kBlockN;
+  const int key_end = min(key_begin + kBlockN, len_kv);
+  const int64_t head_kv = blockIdx.x / num_n % static_cast<int>(p.heads_kv);
+  const int64_t batch = blockIdx.x / num_n / static_cast<int>(p.heads_kv);
+  const int group = static_cast<int>(p.heads_q / p.heads_kv);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int s_row = warp % Config::kWarpsM * 16,
+            s_col = warp / Config::kWarpsM * kSCols;    // this warp's part of S
+  const int dq_col = warp / Config::kWarpsM * kDqCols;  // of dQ
+  const int kv_row = warp % Config::kWarpsKv * 16,
+            kv_col = warp / Config::kWarpsKv * kDkvCols;  // of dK, dV
+
+  const T* g_k =
+      static_cast<const T*>(p.k.data) + batch * p.k.stride_batch + head_kv * p.k.stride_head;
+  const T* g_v =
+      static_cast<const T*>(p.v.data) + batch * p.v.stride_batch + head_kv * p.v.stride_head;
+  const float scale = static_cast<float>(p.scale), scale_log2 = scale * kLog2e;
+
+  // The walk over (head of the group, query tile): tiles of which no row sees a key of this block
+  // are left out.
+  const TileSpan span = visited_row_tiles(p.band, key_begin, key_end, len_q, kBlockM);
+  struct Position {
+    int g, m;
+  };
+  auto kind_of = [&](int m) {
+    return classify_tile(buffers.row_blocks[batch * num_m + m], key_begin, key_begin + kBlockN);
+  };
+  auto next_visited = [&](Position at) {
+    for (; at.g < group; ++at.g, at.m = span.first) {
+      for (; at.m < span.last; ++at.m) {
+        if (kind_of(at.m) != TileKind::kSkip) return at;
+      }
+    }
+    return at;
+  };
+  auto load_q = [&](Position at, int stage) {
+    const int64_t head = head_kv * group + at.g;
+    const T* g_q =
+        static_cast<const T*>(p.q.data) + batch * p.q.stride_batch + head * p.q.stride_head;
+    load_tile_async<T, kBlockM, kHeadDim, kThreads>(
+        smem_address(s_q_bytes + stage * Config::kQBytes), g_q, p.q.stride_row, at.m * kBlockM,
+        len_q, head_dim);
+  };
+  auto load_dout = [&](Position at) {
+    const int64_t head = head_kv * group + at.g;
+    const T* g_dout = static_cast<const T*>(p.dout.data) + batch * p.dout.stride_batch +
+                      head * p.dout.stride_head;
+    load_tile_async<T, kBlockM, kHeadDim, kThreads>(s_do, g_dout, p.dout.stride_row, at.m * kBlockM,
+                                                    len_q, head_dim_v);
+  };
+
+  float dk[kDkvCols / 2], dv[kDkvCols / 2];  // [16, kDkvCols] fp32
+#pragma unroll
+  for (int i = 0; i < kDkvCols / 2; ++i) dk[i] = dv[i] = 0.f;
+
+  Position at = next_visited({0, span.first});
+  int stage = 0;
+  load_tile_async<T, kBlockN, kHeadDim, kThreads>(s_k, g_k, p.k.stride_row, key_begin, len_kv,
+                                                  head_dim);
+  load_tile_async<T, kBlockN, kHeadDim, kThreads>(s_v, g_v, p.v.stride_row, key_begin, len_kv,
+                                                  head_dim_v);
+  if (at.g < group) {
+    load_q(at, 0);
+    load_dout(at);
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  // A key hidden from some row must not reach it as 0 * NaN. Rows that see a NaN key are NaN
+  // through lse and delta.
+  clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(smem, [](int) { return false; });
+  clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(s_v_bytes, [](int) { return false; });
+
+#pragma unroll 1
+  while (at.g < group) {
+    const int head = static_cast<int>(head_kv) * group + at.g, row_begin = at.m * kBlockM;
+    const int64_t batch_head = batch * p.heads_q + head;
+    const bool is_masked = kGeneral || kind_of(at.m) == TileKind::kMasked;
+    const float* g_lse = buffers.lse + batch_head * buffers.len_q_padded + row_begin;
+    const float* g_delta = buffers.delta + batch_head * buffers.len_q_padded + row_begin;
+    char* const s_q_now = s_q_bytes + stage * Config::kQBytes;
+    const uint32_t s_q = smem_address(s_q_now);
+
+    cp_async_wait<0>();
+    if (is_masked) {
+      // A row that sees no key has lse = +inf here; whatever it holds stays out of dK and dV.
+      auto sees_nothing = [&](int row) { return g_lse[row] == INFINITY; };
+      clear_nonfinite<T, kBlockM, kHeadDim, kThreads>(s_q_now, sees_nothing);
+      using Map = ChunkMap<kBlockM, kHeadDim, kThreads>;
+#pragma unroll
+      for (int i = 0; i < Map::kPerThread; ++i) {
+        if (!sees_nothing(Map::row(i))) continue;
+        *reinterpret_cast<uint4*>(s_do_bytes + tile_offset<kBlockM>(Map::row(i), Map::col(i))) =
+            make_uint4(0, 0, 0, 0);
+      }
+    }
+    __syncthreads();  // barrier 1
+    const Position next = next_visited({at.g, at.m + 1});
+    if (kQStages == 2 && next.g < group) {
+      load_q(next, stage ^ 1);
+      cp_async_commit();
+    }
+
+    // S = Q K^T and P, this warp's [16, kSCols].
+    float scores[kSCols / 2], dp[kSCols / 2];
+#pragma unroll
+    for (int i = 0; i < kSCols / 2; ++i) scores[i] = dp[i] = 0.f;
+#pragma unroll
+    for (int kk = 0; kk < kHeadDim; kk += 16) {
+      uint32_t a[4];
+      ldmatrix_x4(a, a_address<kBlockM>(s_q, s_row, kk, lane));
+#pragma unroll
+      for (int j = 0; j < kSCols / 16; ++j) {
+        uint32_t b[4];
+        ldmatrix_x4(b, b_address<kBlockN>(s_k, s_col + 16 * j, kk, lane));
+        mma_16x8x16<T>(&scores[8 * j], a, b[0], b[1]);
+        mma_16x8x16<T>(&scores[8 * j + 4], a, b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int kk = 0; kk < kHeadDim; kk += 16) {
+      uint32_t a[4];
+      ldmatrix_x4(a, a_address<kBlockM>(s_do, s_row, kk, lane));
+#pragma unroll
+      for (int j = 0; j < kSCols / 16; ++j) {
+        uint32_t b[4];
+        ldmatrix_x4(b, b_address<kBlockN>(s_v, s_col + 16 * j, kk, lane));
+        mma_16x8x16<T>(&dp[8 * j], a, b[0], b[1]);
+        mma_16x8x16<T>(&dp[8 * j + 4], a, b[2], b[3]);
+      }
+    }
+
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int tile_row = s_row + lane / 4 + 8 * r, row = row_begin + tile_row;
+      const float lse = g_lse[tile_row], delta = g_delta[tile_row];
+      KeyRange keys = {0, len_kv};
+      if (is_masked) keys = row < len_q ? row_keys(p, batch, row) : KeyRange{0, 0};
+      const ScoreRow score_row(p, static_cast<int>(batch), head, row);
+#pragma unroll
+      for (int i = 2 * r; i < kSCols / 2; i += (i & 1) ? 3 : 1) {
+        const int key = key_begin + s_col + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
+        const bool visible = key >= keys.begin && key < keys.end;
+        float probability, cap_slope = 1.f;
+        if constexpr (kGeneral) {
+          float score = -INFINITY;
+          if (visible) {
+            score = score_row.template apply<T>(scores[i] * scale, key);
+            if (score_row.softcap != 0.f) {
+              const float t = tanhf(scores[i] * scale / score_row.softcap);
+              cap_slope = 1.f - t * t;
+            }
+          }
+          probability = score == -INFINITY ? 0.f : exp2_approx((score - lse) * kLog2e);
+        } else {
+          probability = exp2_approx(fmaf(scores[i], scale_log2, -lse));
+          if (is_masked && !visible) probability = 0.f;
+        }
+        const bool is_zero = is_masked && probability == 0.f;
+        scores[i] = probability;
+        dp[i] = is_zero ? 0.f : probability * (dp[i] - delta) * cap_slope;
+      }
+    }
+    store_accumulator<T, kBlockM>(s_p_bytes, scores, s_row, s_col, lane, 1.f, 1.f);
+    store_accumulator<T, kBlockM>(s_ds_bytes, dp, s_row, s_col, lane, 1.f, 1.f);
+    __syncthreads();  // barrier 2
+
+    // dV += P^T dO
+#pragma unroll
+    for (int kk = 0; kk < kBlockM; kk += 16) {
+      uint32_t a[4];
+      ldmatrix_x4_trans(a, a_trans_address<kBlockM>(s_p, kk, kv_row, lane));
+#pragma unroll
+      for (int j = 0; j < kDkvCols / 16; ++j) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, b_trans_address<kBlockM>(s_do, kk, kv_col + 16 * j, lane));
+        mma_16x8x16<T>(&dv[8 * j], a, b[0], b[1]);
+        mma_16x8x16<T>(&dv[8 * j + 4], a, b[2], b[3]);
+      }
+    }
+    // dQ = dS K, this warp's [16, kDqCols], added to the workspace
+    {
+      float dq[kDqCols / 2];
+#pragma unroll
+      for (int i = 0; i < kDqCols / 2; ++i) dq[i] = 0.f;
+#pragma unroll
+      for (int kk = 0; kk < kBlockN; kk += 16) {
+        uint32_t a[4];
+        ldmatrix_x4(a, a_address<kBlockM>(s_ds, s_row, kk, lane));
+#pragma unroll
+        for (int j = 0; j < kDqCols / 16; ++j) {
+          uint32_t b[4];
+          ldmatrix_x4_trans(b, b_trans_address<kBlockN>(s_k, kk, dq_col + 16 * j, lane));
+          mma_16x8x16<T>(&dq[8 * j], a, b[0], b[1]);
+          mma_16x8x16<T>(&dq[8 * j + 4], a, b[2], b[3]);
+        }
+      }
+      float* accumulator =
+          buffers.dq_accumulator + (batch_head * num_m + at.m) * (kBlockM * kHeadDim);
+#pragma unroll
+      for (int i = 0; i < kDqCols / 8; ++i) {
+        red_add_4(accumulator + (i * kThreads + threadIdx.x) * 4, dq[4 * i], dq[4 * i + 1],
+                  dq[4 * i + 2], dq[4 * i + 3]);
+      }
+    }
+    __syncthreads();  // barrier 3
+    if (next.g < group) {
+      load_dout(next);
+      cp_async_commit();
+    }
+
+    // dK += dS^T Q
+#pragma unroll
+    for (int kk = 0; kk < kBlockM; kk += 16) {
+      uint32_t a[4];
+      ldmatrix_x4_trans(a, a_trans_address<kBlockM>(s_ds, kk, kv_row, lane));
+#pragma unroll
+      for (int j = 0; j < kDkvCols / 16; ++j) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, b_trans_address<kBlockM>(s_q, kk, kv_col + 16 * j, lane));
+        mma_16x8x16<T>(&dk[8 * j], a, b[0], b[1]);
+        mma_16x8x16<T>(&dk[8 * j + 4], a, b[2], b[3]);
+      }
+    }
+    if (kQStages == 2) {
+      stage ^= 1;
+    } else if (next.g < group) {
+      __syncthreads();  // Q is free
+      load_q(next, 0);
+      cp_async_commit();
+    }
+    at = next;
+  }
+
+  // dK and dV leave through the K and V tiles.
+  cp_async_wait<0>();
+  __syncthreads();
+  store_accumulator<T, kBlockN>(smem, dk, kv_row, kv_col, lane, scale, scale);
+  store_accumulator<T, kBlockN>(s_v_bytes, dv, kv_row, kv_col, lane, 1.f, 1.f);
+  __syncthreads();
+  T* g_dk = static_cast<T*>(p.dk.data) + batch * p.dk.stride_batch + head_kv * p.dk.stride_head;
+  T* g_dv = static_cast<T*>(p.dv.data) + batch * p.dv.stride_batch + head_kv * p.dv.stride_head;
+  store_tile<T, kBlockN, kHeadDim, kThreads>(smem, g_dk, p.dk.stride_row, key_begin, len_kv,
+                                             head_dim);
+  store_tile<T, kBlockN, kHeadDim, kThreads>(s_v_bytes, g_dv, p.dv.stride_row, key_begin, len_kv,
+                                             head_dim_v);
+}
+
+}  // namespace hfb

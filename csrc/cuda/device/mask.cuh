@@ -1,0 +1,95 @@
+// What changes a score between q k^T and the softmax: the row's key range, and (general kernels)
+// softcap, bias, mask.
+#pragma once
+
+#include "../../params.h"
+#include "ptx.cuh"
+
+namespace hfb {
+
+// Keys that query row sees by band and row limits. row < len_q.
+__device__ __forceinline__ KeyRange row_keys(const ForwardParams& p, int batch, int row) {
+  const int32_t len_kv = static_cast<int32_t>(p.len_kv);
+  KeyRange keys = band_keys(p.band, row, len_kv);
+  const RowLimits& limits = p.row_limits;
+  if (limits.start == nullptr && limits.end == nullptr) return keys;
+  KeyRange own = {0, len_kv};
+  if (limits.start)
+    own.begin = limits.start[batch * limits.start_stride_batch + row * limits.start_stride_row];
+  if (limits.end)
+    own.end = limits.end[batch * limits.end_stride_batch + row * limits.end_stride_row];
+  return intersect(keys, own, len_kv);
+}
+
+// Joins the key ranges of rows [row_begin, row_begin + kRows) in every thread. s_scratch: 4 * warps
+// ints; begins with its writes and ends with a barrier, so the caller needs one before reusing
+// s_scratch.
+template <int kRows, int kThreads>
+__device__ __forceinline__ RowBlock join_rows(const ForwardParams& p, int batch, int row_begin,
+                                              int* s_scratch) {
+  const int32_t len_kv = static_cast<int32_t>(p.len_kv);
+  RowBlock block = RowBlock::none(len_kv);
+  for (int r = threadIdx.x; r < kRows; r += kThreads) {
+    if (row_begin + r < p.len_q) block.add(row_keys(p, batch, row_begin + r));
+  }
+  constexpr unsigned kAll = 0xffffffffu;
+  block.begin = __reduce_min_sync(kAll, block.begin);
+  block.end = __reduce_max_sync(kAll, block.end);
+  block.full_begin = __reduce_max_sync(kAll, block.full_begin);
+  block.full_end = __reduce_min_sync(kAll, block.full_end);
+  int4* s_blocks = reinterpret_cast<int4*>(s_scratch);
+  if (threadIdx.x % 32 == 0) {
+    s_blocks[threadIdx.x / 32] =
+        make_int4(block.begin, block.end, block.full_begin, block.full_end);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) {
+    const int4 other = s_blocks[w];
+    block.begin = min(block.begin, other.x);
+    block.end = max(block.end, other.y);
+    block.full_begin = max(block.full_begin, other.z);
+    block.full_end = min(block.full_end, other.w);
+  }
+  return block;
+}
+
+// Softcap, bias and mask of one query row. Scores are in natural units (already times scale).
+struct ScoreRow {
+  const bool* mask;  // this row's mask, or null
+  const char* bias;  // this row's bias, or null
+  bool bias_is_fp32;
+  float softcap;
+
+  __device__ __forceinline__ ScoreRow(const ForwardParams& p, int batch, int head, int row)
+      : mask(nullptr),
+        bias(nullptr),
+        bias_is_fp32(p.bias_dtype == DType::kFloat32),
+        softcap(static_cast<float>(p.softcap)) {
+    if (row >= p.len_q) return;
+    if (p.mask.data) {
+      mask = p.mask.data + batch * p.mask.stride_batch + head * p.mask.stride_head +
+             row * p.mask.stride_row;
+    }
+    if (p.bias.data) {
+      const int64_t element =
+          batch * p.bias.stride_batch + head * p.bias.stride_head + row * p.bias.stride_row;
+      bias = static_cast<const char*>(p.bias.data) + element * (bias_is_fp32 ? 4 : 2);
+    }
+  }
+
+  // Key key is inside the row's range. Returns the score, -inf where the mask or a -inf bias hides
+  // the key.
+  template <typename T>
+  __device__ __forceinline__ float apply(float score, int key) const {
+    if (softcap != 0.f) score = softcap * tanhf(score / softcap);
+    if (bias) {
+      const float b = bias_is_fp32 ? reinterpret_cast<const float*>(bias)[key]
+                                   : to_float(reinterpret_cast<const T*>(bias)[key]);
+      score = b == -INFINITY ? -INFINITY : score + b;
+    }
+    return mask == nullptr || mask[key] ? score : -INFINITY;
+  }
+};
+
+}  // namespace hfb

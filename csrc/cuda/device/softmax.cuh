@@ -1,0 +1,75 @@
+// Stage 2, online softmax over an mma accumulator.
+//                                      arXiv:1805.02867, Alg. 3; arXiv:2307.08691, Alg. 1.
+//
+// State per row: m, the largest score so far, and l = sum(exp(score - m)). A tile with a larger
+// maximum first scales l and the output by exp(m_old - m_new); the division by l happens once, at
+// the end. Exponentials run in base 2. All of m, l, scores are fp32. m = -inf means "no key seen":
+// exp(-inf - 0) = 0, so -inf minus -inf never occurs. ex2.approx returns NaN for NaN, which reaches
+// l and thereby out and lse.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace hfb {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// The two rows (l / 4 and l / 4 + 8) a lane holds of a warp's 16-row accumulator.
+// kScaled = false: scores are raw q k^T, to_log2 = scale * log2(e) > 0, and the exponential is
+//                  exp2(fma(score, to_log2, -m * to_log2)).
+// kScaled = true:  scores are in natural units: exp2((score - m) * log2(e)), which survives a bias
+//                  of finfo.min, where m * log2(e) would overflow. One more instruction a score.
+template <bool kScaled>
+struct OnlineSoftmax {
+  float row_max[2] = {-INFINITY, -INFINITY};
+  float row_sum[2] = {0.f, 0.f};  // this lane's columns only, until finish()
+  float to_log2;
+
+  __device__ __forceinline__ explicit OnlineSoftmax(float scale_to_log2)
+      : to_log2(kScaled ? kLog2e : scale_to_log2) {}
+
+  __device__ __forceinline__ float exponential(float score, float m, float m_log2) const {
+    return kScaled ? exp2_approx((score - m) * to_log2)
+                   : exp2_approx(fmaf(score, to_log2, -m_log2));
+  }
+
+  // Turns scores of one tile into probabilities in place and rescales the output accumulator.
+  template <int kScores, int kOut>
+  __device__ __forceinline__ void update(float (&scores)[kScores], float (&out)[kOut]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float m_new = row_max[r];
+#pragma unroll
+      for (int j = 2 * r; j < kScores; j += 4)
+        m_new = fmaxf(m_new, fmaxf(scores[j], scores[j + 1]));
+      m_new = quad_max(m_new);
+      const float m = m_new == -INFINITY ? 0.f : m_new, m_log2 = m * to_log2;
+      const float rescale = exponential(row_max[r], m, m_log2);
+      row_max[r] = m_new;
+      float sum = row_sum[r] * rescale;
+#pragma unroll
+      for (int j = 2 * r; j < kScores; j += 4) {
+        scores[j] = exponential(scores[j], m, m_log2);
+        scores[j + 1] = exponential(scores[j + 1], m, m_log2);
+        sum += scores[j] + scores[j + 1];
+      }
+      row_sum[r] = sum;
+#pragma unroll
+      for (int j = 2 * r; j < kOut; j += 4) {
+        out[j] *= rescale;
+        out[j + 1] *= rescale;
+      }
+    }
+  }
+
+  // Completes the row sum; returns 1 / l (0 for a row that saw no key) and the natural-log LSE.
+  __device__ __forceinline__ float finish(int r, float& lse) {
+    const float sum = quad_sum(row_sum[r]);
+    const float m = kScaled ? row_max[r] : row_max[r] * to_log2 * kLn2;
+    lse = sum == 0.f ? -INFINITY : m + logf(sum);
+    return sum == 0.f ? 0.f : 1.f / sum;
+  }
+};
+
+}  // namespace hfb

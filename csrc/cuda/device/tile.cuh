@@ -1,0 +1,148 @@
+// Stage 3, memory hierarchy: 16-bit tiles in shared memory, how they are filled and read.
+//
+// A [kRows, kCols] tile is a row of slabs of 64 columns; inside a slab a row is 128 bytes (all 32
+// banks) of eight 16-byte chunks, and chunk c of row r lies at position c ^ (r % 8). Eight rows of
+// one column chunk then fall into eight different bank groups, so cp.async stores, ldmatrix and
+// ldmatrix.trans are free of bank conflicts (tests/test_layout.py counts them). Columns up to the
+// slab boundary exist (96 -> 128) but are never read.
+#pragma once
+
+#include "../../params.h"
+#include "../../tiles.h"
+#include "ptx.cuh"
+
+namespace hfb {
+
+// Byte offset of element (row, col) in a [kRows, *] tile.
+template <int kRows>
+__device__ __forceinline__ uint32_t tile_offset(int row, int col) {
+  return (col / kSlabCols) * (kRows * 128) + row * 128 +
+         ((((col % kSlabCols) / 8) ^ (row & 7)) * 16) + (col % 8) * kBytesPerElement;
+}
+
+// One thread's share of a [kRows, kCols] tile: chunks (row, col), row = first_row + i * kRowStep.
+template <int kRows, int kCols, int kThreads>
+struct ChunkMap {
+  static constexpr int kChunksPerRow = kCols / 8;
+  static constexpr int kChunks = kRows * kChunksPerRow;
+  static constexpr int kPerThread = kChunks / kThreads;
+  static_assert(kChunks % kThreads == 0, "every thread moves the same number of chunks");
+
+  __device__ __forceinline__ static int row(int i) {
+    return (threadIdx.x + i * kThreads) / kChunksPerRow;
+  }
+  __device__ __forceinline__ static int col(int i) {
+    return (threadIdx.x + i * kThreads) % kChunksPerRow * 8;
+  }
+};
+
+// Starts the copy of rows [row_begin, row_begin + kRows) of g [len, cols]; rows >= len and columns
+// >= cols become 0.
+template <typename T, int kRows, int kCols, int kThreads>
+__device__ __forceinline__ void load_tile_async(uint32_t s_tile, const T* g, int64_t stride_row,
+                                                int row_begin, int len, int cols) {
+  using Map = ChunkMap<kRows, kCols, kThreads>;
+#pragma unroll
+  for (int i = 0; i < Map::kPerThread; ++i) {
+    const int row = Map::row(i), col = Map::col(i);
+    const bool valid = row_begin + row < len && col < cols;
+    const T* src = valid ? g + (row_begin + row) * stride_row + col : g;
+    cp_async_16(s_tile + tile_offset<kRows>(row, col), src, valid);
+  }
+}
+
+// True where one of the two 16-bit values in word is inf or NaN.
+template <typename T>
+__device__ __forceinline__ bool has_nonfinite(uint32_t word) {
+  constexpr uint32_t kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80u : 0x7c00u;
+  return (word & kExponent) == kExponent || ((word >> 16) & kExponent) == kExponent;
+}
+
+// Replaces inf and NaN in this thread's own chunks by 0 and returns whether there were any. Call
+// between cp_async_wait (which makes a thread's own copies visible to it) and the barrier that
+// publishes the tile. Needed where a tile is masked: an invisible key has probability 0, and 0 *
+// NaN would be NaN. zero_row(row) -> bool: rows to clear altogether.
+template <typename T, int kRows, int kCols, int kThreads, typename ZeroRow>
+__device__ __forceinline__ bool clear_nonfinite(char* s_tile, ZeroRow zero_row) {
+  using Map = ChunkMap<kRows, kCols, kThreads>;
+  constexpr uint32_t kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80u : 0x7c00u;
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < Map::kPerThread; ++i) {
+    uint4* chunk = reinterpret_cast<uint4*>(s_tile + tile_offset<kRows>(Map::row(i), Map::col(i)));
+    uint4 data = *chunk;
+    uint32_t* words = reinterpret_cast<uint32_t*>(&data);
+    if (zero_row(Map::row(i))) {
+      *chunk = make_uint4(0, 0, 0, 0);
+      continue;
+    }
+    bool dirty = false;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if (!has_nonfinite<T>(words[w])) continue;
+      dirty = true;
+      if ((words[w] & kExponent) == kExponent) words[w] &= 0xffff0000u;
+      if (((words[w] >> 16) & kExponent) == kExponent) words[w] &= 0x0000ffffu;
+    }
+    if (dirty) *chunk = data;
+    found |= dirty;
+  }
+  return found;
+}
+
+// Fragment addresses. lane = 0..31; each returns what lane passes to ldmatrix_x4(_trans).
+// A operand [16, 16] at (row, col) of a tile stored [m][k].
+template <int kRows>
+__device__ __forceinline__ uint32_t a_address(uint32_t s_tile, int row, int col, int lane) {
+  return s_tile + tile_offset<kRows>(row + (lane & 15), col + (lane >> 4) * 8);
+}
+// A operand [16, 16] of the transpose: tile stored [k][m], block at (k, m); use ldmatrix_x4_trans.
+template <int kRows>
+__device__ __forceinline__ uint32_t a_trans_address(uint32_t s_tile, int k, int m, int lane) {
+  return s_tile + tile_offset<kRows>(k + (lane & 7) + (lane >> 4) * 8, m + ((lane >> 3) & 1) * 8);
+}
+// B operands of two n8 blocks, tile stored [n][k], block at (n, k): registers 0, 1 = first, 2, 3 =
+// second.
+template <int kRows>
+__device__ __forceinline__ uint32_t b_address(uint32_t s_tile, int n, int k, int lane) {
+  return s_tile + tile_offset<kRows>(n + (lane & 7) + (lane >> 4) * 8, k + ((lane >> 3) & 1) * 8);
+}
+// The same for a tile stored [k][n]; use ldmatrix_x4_trans.
+template <int kRows>
+__device__ __forceinline__ uint32_t b_trans_address(uint32_t s_tile, int k, int n, int lane) {
+  return s_tile + tile_offset<kRows>(k + (lane & 15), n + (lane >> 4) * 8);
+}
+
+// Writes a warp's accumulator [16, kValues / 2] fp32, times the scale of each row half, rounded to
+// T, to (row, col) of a tile.
+template <typename T, int kRows, int kValues>
+__device__ __forceinline__ void store_accumulator(char* s_tile, const float (&acc)[kValues],
+                                                  int row, int col, int lane, float scale_lo,
+                                                  float scale_hi) {
+#pragma unroll
+  for (int j = 0; j < kValues / 4; ++j) {
+    const int c = col + 8 * j + 2 * (lane & 3), r = row + lane / 4;
+    *reinterpret_cast<uint32_t*>(s_tile + tile_offset<kRows>(r, c)) =
+        pack2<T>(acc[4 * j] * scale_lo, acc[4 * j + 1] * scale_lo);
+    *reinterpret_cast<uint32_t*>(s_tile + tile_offset<kRows>(r + 8, c)) =
+        pack2<T>(acc[4 * j + 2] * scale_hi, acc[4 * j + 3] * scale_hi);
+  }
+}
+
+// Copies rows [row_begin, len) and columns [0, cols) of a shared tile to global memory, 16 bytes a
+// lane, by threads [0, kThreads) numbered thread. g points at row 0.
+template <typename T, int kRows, int kCols, int kThreads>
+__device__ __forceinline__ void store_tile(const char* s_tile, T* g, int64_t stride_row,
+                                           int row_begin, int len, int cols) {
+  using Map = ChunkMap<kRows, kCols, kThreads>;
+#pragma unroll
+  for (int i = 0; i < Map::kPerThread; ++i) {
+    const int row = Map::row(i), col = Map::col(i);
+    if (row_begin + row < len && col < cols) {
+      *reinterpret_cast<uint4*>(g + (row_begin + row) * stride_row + col) =
+          *reinterpret_cast<const uint4*>(s_tile + tile_offset<kRows>(row, col));
+    }
+  }
+}
+
+}  // namespace hfb

@@ -1,0 +1,199 @@
+// Forward attention for sm_80 and newer, fp16 and bf16.     FA2, arXiv:2307.08691, Alg. 1.
+//
+//   one block = kBlockM query rows of one (batch, query head); one warp = 16 rows, all keys
+//   keys      = tiles of kBlockN, last to first: the masked tiles of a causal row come first
+//   registers = S [16, kBlockN] and O [16, kHeadDim] fp32 accumulators a warp; P is S packed to the
+//               input dtype, whose accumulator layout already is the A operand of P V
+//   shared    = Q [kBlockM, D] + K [kBlockN, D] + V [kBlockN, D]; tiles.h: 48 KiB at D = 64,
+//               64 KiB at 96 and 128, 96 KiB at 192 and 256. O leaves through Q's rows
+//   rounding  = S, m, l, O fp32; P rounded to the input dtype before P V, as eager does; O once
+//
+//   barrier (all threads)   after                        publishes    frees
+//   1, top of a tile        cp.async.wait K(n), Q        K(n), Q      V: all warps did P V(n + 1)
+//   2, before the softmax   cp.async.wait V(n)           V(n)         K: all warps did Q K(n)^T
+//   Copies in flight: V(n) under Q K(n)^T, K(n - 1) under the softmax and P V(n).
+//
+// Template: kGeneral adds softcap, bias, mask and any sign of scale; without it only the key range
+// of a row matters and full tiles run unmasked.
+// In sync with: tiles.h (sizes), tiling.h (which tiles), reference.py (semantics).
+#pragma once
+
+#include "device/mask.cuh"
+#include "device/nonfinite.cuh"
+#include "device/softmax.cuh"
+#include "device/tile.cuh"
+
+namespace hfb {
+
+template <typename T, int kHeadDim, bool kGeneral>
+struct FwdSm80 {
+  static constexpr Tile kTile = fwd_sm80_tile(kHeadDim);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.num_warps;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim),
+                       kKvBytes = tile_bytes(kBlockN, kHeadDim);
+};
+
+template <typename T, int kHeadDim, bool kGeneral>
+__global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
+    fwd_sm80_kernel(const __grid_constant__ ForwardParams p) {
+  using Config = FwdSm80<T, kHeadDim, kGeneral>;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
+  extern __shared__ __align__(128) char smem[];
+  char* const s_v_bytes = smem + Config::kQBytes + Config::kKvBytes;
+  const uint32_t s_q = smem_address(smem), s_k = s_q + Config::kQBytes,
+                 s_v = s_k + Config::kKvBytes;
+  __shared__ __align__(16) int s_scratch[4 * Config::kWarps];
+
+  // Tile order: heads of one group side by side (they share K and V in L2); the longest causal rows
+  // first.
+  const int num_m = ceil_div(static_cast<int>(p.len_q), kBlockM);
+  const int head = (blockIdx.x / num_m) % static_cast<int>(p.heads_q);
+  const int64_t batch = blockIdx.x / num_m / static_cast<int>(p.heads_q);
+  const int row_begin = (num_m - 1 - static_cast<int>(blockIdx.x % num_m)) * kBlockM;
+  const int64_t head_kv = head / static_cast<int>(p.heads_q / p.heads_kv);
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const int len_q = static_cast<int>(p.len_q), len_kv = static_cast<int>(p.len_kv);
+  const int head_dim = static_cast<int>(p.head_dim), head_dim_v = static_cast<int>(p.head_dim_v);
+
+  const T* g_q =
+      static_cast<const T*>(p.q.data) + batch * p.q.stride_batch + head * p.q.stride_head;
+  const T* g_k =
+      static_cast<const T*>(p.k.data) + batch * p.k.stride_batch + head_kv * p.k.stride_head;
+  const T* g_v =
+      static_cast<const T*>(p.v.data) + batch * p.v.stride_batch + head_kv * p.v.stride_head;
+  T* g_out = static_cast<T*>(p.out.data) + batch * p.out.stride_batch + head * p.out.stride_head;
+  float* g_lse = static_cast<float*>(p.lse) + (batch * p.heads_q + head) * p.len_q;
+
+  load_tile_async<T, kBlockM, kHeadDim, kThreads>(s_q, g_q, p.q.stride_row, row_begin, len_q,
+                                                  head_dim);
+  const RowBlock rows = join_rows<kBlockM, kThreads>(p, batch, row_begin, s_scratch);
+  const TileSpan span = visited_key_tiles(rows, kBlockN);
+  auto load_k = [&](int n) {
+    load_tile_async<T, kBlockN, kHeadDim, kThreads>(s_k, g_k, p.k.stride_row, n * kBlockN, len_kv,
+                                                    head_dim);
+  };
+  if (span.first < span.last) load_k(span.last - 1);
+  cp_async_commit();
+
+  // This lane's rows and what they see.
+  const int lane_row[2] = {row_begin + warp_row + lane / 4, row_begin + warp_row + lane / 4 + 8};
+  KeyRange keys[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    keys[r] = lane_row[r] < len_q ? row_keys(p, batch, lane_row[r]) : KeyRange{0, 0};
+  const ScoreRow score_row[2] = {{p, static_cast<int>(batch), head, lane_row[0]},
+                                 {p, static_cast<int>(batch), head, lane_row[1]}};
+  const float scale = static_cast<float>(p.scale);
+
+  OnlineSoftmax<kGeneral> softmax(scale * kLog2e);
+  float out[kHeadDim / 2];  // O [16, kHeadDim], this warp's rows
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
+  bool cleared_values = false;
+
+  auto visit_tile = [&](int n, auto masked_tag) {
+    constexpr bool kMasked = decltype(masked_tag)::value;
+    cp_async_wait<0>();
+    __syncthreads();  // barrier 1
+    load_tile_async<T, kBlockN, kHeadDim, kThreads>(s_v, g_v, p.v.stride_row, n * kBlockN, len_kv,
+                                                    head_dim_v);
+    cp_async_commit();
+
+    float scores[kBlockN / 2];  // S [16, kBlockN]
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; ++i) scores[i] = 0.f;
+#pragma unroll
+    for (int kk = 0; kk < kHeadDim; kk += 16) {
+      uint32_t a[4];
+      ldmatrix_x4(a, a_address<kBlockM>(s_q, warp_row, kk, lane));
+#pragma unroll
+      for (int j = 0; j < kBlockN / 16; ++j) {
+        uint32_t b[4];
+        ldmatrix_x4(b, b_address<kBlockN>(s_k, 16 * j, kk, lane));
+        mma_16x8x16<T>(&scores[8 * j], a, b[0], b[1]);
+        mma_16x8x16<T>(&scores[8 * j + 4], a, b[2], b[3]);
+      }
+    }
+
+    cp_async_wait<0>();
+    if constexpr (kMasked) {
+      cleared_values |=
+          clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(s_v_bytes, [](int) { return false; });
+    }
+    __syncthreads();  // barrier 2
+    if (n > span.first) {
+      load_k(n - 1);
+      cp_async_commit();
+    }
+
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) {
+        const int r = (i >> 1) & 1, key = n * kBlockN + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
+        const bool visible = key >= keys[r].begin && key < keys[r].end;
+        if constexpr (kGeneral) {
+          scores[i] = visible ? score_row[r].template apply<T>(scores[i] * scale, key) : -INFINITY;
+        } else if (!visible) {
+          scores[i] = -INFINITY;
+        }
+      }
+    }
+    softmax.update(scores, out);
+
+#pragma unroll
+    for (int kk = 0; kk < kBlockN / 16; ++kk) {
+      const uint32_t a[4] = {pack2<T>(scores[8 * kk], scores[8 * kk + 1]),
+                             pack2<T>(scores[8 * kk + 2], scores[8 * kk + 3]),
+                             pack2<T>(scores[8 * kk + 4], scores[8 * kk + 5]),
+                             pack2<T>(scores[8 * kk + 6], scores[8 * kk + 7])};
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 16; ++j) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, b_trans_address<kBlockN>(s_v, 16 * kk, 16 * j, lane));
+        mma_16x8x16<T>(&out[8 * j], a, b[0], b[1]);
+        mma_16x8x16<T>(&out[8 * j + 4], a, b[2], b[3]);
+      }
+    }
+  };
+
+  // Full tiles lie between the masked ones: [first, full_first) masked, [full_first, full_last)
+  // full, rest masked.
+  int n = span.last - 1;
+  if constexpr (kGeneral) {
+#pragma unroll 1
+    for (; n >= span.first; --n) visit_tile(n, std::true_type{});
+  } else {
+    auto is_full = [&](int tile) {
+      return classify_tile(rows, tile * kBlockN, (tile + 1) * kBlockN) == TileKind::kFull;
+    };
+#pragma unroll 1
+    while (n >= span.first) {
+#pragma unroll 1
+      for (; n >= span.first && !is_full(n); --n) visit_tile(n, std::true_type{});
+#pragma unroll 1
+      for (; n >= span.first && is_full(n); --n) visit_tile(n, std::false_type{});
+    }
+  }
+
+  // Epilogue: O / l through this warp's own Q rows (no other warp reads them), then 16-byte stores.
+  float inverse_sum[2], lse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    inverse_sum[r] = softmax.finish(r, lse[r]);
+    if (lane % 4 == 0 && lane_row[r] < len_q) g_lse[lane_row[r]] = lse[r];
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // no tile visited: Q's copy may still be in flight
+  store_accumulator<T, kBlockM>(smem, out, warp_row, 0, lane, inverse_sum[0], inverse_sum[1]);
+  const bool restore = __syncthreads_or(cleared_values);
+  store_tile<T, kBlockM, kHeadDim, kThreads>(smem, g_out, p.out.stride_row, row_begin, len_q,
+                                             head_dim_v);
+  if (restore) {
+    __syncthreads();
+    restore_nonfinite_values<T, kGeneral, kBlockM, kBlockN, Config::kWarps>(
+        p, g_q, g_k, g_v, g_out, g_lse, rows, batch, head, row_begin);
+  }
+}
+
+}  // namespace hfb

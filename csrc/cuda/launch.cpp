@@ -1,0 +1,84 @@
+// Head-dim dispatch and device facts. Host code only; the kernels are in the .cu files.
+#include "launch.h"
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <mutex>
+
+namespace hfb {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+CudaDevice read_device(int index) {
+  CudaDevice result;
+  Device& device = result.device;
+  device.is_cuda = true;
+  cudaRuntimeGetVersion(&device.runtime_version);
+  if (cudaDriverGetVersion(&device.driver_version) != cudaSuccess) device.driver_version = 0;
+  result.error = driver_problem(device.driver_version, device.runtime_version);
+  if (!result.error.empty()) return result;
+  int major = 0, minor = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&device.smem_optin_bytes,
+                                   cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+  }
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    result.error = std::string("hf_flash_backend: cannot read GPU ") + std::to_string(index) +
+                   ": " + cudaGetErrorString(error) + ".";
+  }
+  device.sm = 10 * major + minor;
+  return result;
+}
+
+std::string error_text(const Plan& plan, int error) {
+  if (error == cudaSuccess) return "";
+  return std::string("hf_flash_backend: ") + kernel_name(plan.kernel) +
+         " launch failed: " + cudaGetErrorString(static_cast<cudaError_t>(error)) + " (" +
+         std::to_string(plan.num_blocks) + " blocks of " +
+         std::to_string(plan.tile.num_warps * 32) + " threads, " +
+         std::to_string(plan.tile.smem_bytes) +
+         " bytes of shared memory). An error of an earlier kernel may be reported here: run with "
+         "CUDA_LAUNCH_BLOCKING=1.";
+}
+
+}  // namespace
+
+const CudaDevice& cuda_device(int index) {
+  static std::array<std::once_flag, kMaxDevices> flags;
+  static std::array<CudaDevice, kMaxDevices> devices;
+  const int slot = index < 0 || index >= kMaxDevices ? 0 : index;
+  std::call_once(flags[slot], [&] { devices[slot] = read_device(slot); });
+  return devices[slot];
+}
+
+std::string launch_forward_cuda(const ForwardParams& params, const Plan& plan, void* stream) {
+  switch (plan.compiled_head_dim) {
+#define HFB_LAUNCH(D) \
+  case D:             \
+    return error_text(plan, launch_fwd_sm80<D>(params, plan, stream));
+    HFB_HEAD_DIMS(HFB_LAUNCH)
+#undef HFB_LAUNCH
+  }
+  return "hf_flash_backend: no forward kernel for head dim " +
+         std::to_string(plan.compiled_head_dim) + ".";
+}
+
+std::string launch_backward_cuda(const BackwardParams& params, const Plan& plan, void* stream) {
+  switch (plan.compiled_head_dim) {
+#define HFB_LAUNCH(D) \
+  case D:             \
+    return error_text(plan, launch_bwd_sm80<D>(params, plan, stream));
+    HFB_HEAD_DIMS(HFB_LAUNCH)
+#undef HFB_LAUNCH
+  }
+  return "hf_flash_backend: no backward kernel for head dim " +
+         std::to_string(plan.compiled_head_dim) + ".";
+}
+
+}  // namespace hfb

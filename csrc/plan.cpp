@@ -1,0 +1,169 @@
+#include "plan.h"
+
+#include <algorithm>
+
+namespace hfb {
+namespace {
+
+constexpr int kMinimumSm = 80;
+constexpr int64_t kMaxGrid = INT32_MAX;
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+std::string sm_text(int sm) { return std::to_string(sm / 10) + "." + std::to_string(sm % 10); }
+
+int compiled_head_dim(int64_t head_dim) {
+#define HFB_PICK(D) \
+  if (head_dim <= D) return D;
+  HFB_HEAD_DIMS(HFB_PICK)
+#undef HFB_PICK
+  return 0;
+}
+
+Plan unsupported(std::string reason) {
+  Plan plan;
+  plan.reason = std::move(reason);
+  plan.is_unsupported = true;
+  return plan;
+}
+
+}  // namespace
+
+const char* kernel_name(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::kNone:
+      return "none";
+    case Kernel::kCpu:
+      return "cpu";
+    case Kernel::kFwdSm80:
+      return "fwd_sm80";
+    case Kernel::kBwdSm80:
+      return "bwd_sm80";
+  }
+  return "none";
+}
+
+const char* dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return "fp16";
+    case DType::kBFloat16:
+      return "bf16";
+    case DType::kFloat32:
+      return "fp32";
+    case DType::kFloat64:
+      return "fp64";
+  }
+  return "unknown";
+}
+
+std::string feature_list(const ForwardParams& p) {
+  std::string list;
+  auto add = [&list](bool present, const char* name) {
+    if (present) list += list.empty() ? name : std::string(",") + name;
+  };
+  const bool is_window = p.band.left != kNoLimit || (p.band.right != kNoLimit && p.band.right != 0);
+  add(p.band.right == 0, "causal");
+  add(is_window, "window");
+  add(p.heads_q != p.heads_kv, "gqa");
+  add(p.row_limits.start != nullptr || p.row_limits.end != nullptr, "row_limits");
+  add(p.mask.data != nullptr, "mask");
+  add(p.bias.data != nullptr, "bias");
+  add(p.softcap != 0.0, "softcap");
+  return list;
+}
+
+std::string driver_problem(int driver_version, int runtime_version) {
+  // CUDA minor versions are compatible inside a major one, so the driver needs the runtime's major
+  // version.
+  if (driver_version / 1000 >= runtime_version / 1000) return "";
+  const std::string needed =
+      runtime_version / 1000 == 13 ? "r580 or newer" : "CUDA " + version_text(runtime_version);
+  if (driver_version == 0) {
+    return "hf_flash_backend: no usable NVIDIA driver: the library was built with CUDA runtime " +
+           version_text(runtime_version) + ", which needs a driver " + needed +
+           ". Install it, or use CPU tensors.";
+  }
+  return "hf_flash_backend: the NVIDIA driver is older than the CUDA runtime: got a driver for "
+         "CUDA " +
+         version_text(driver_version) + ", built with runtime " + version_text(runtime_version) +
+         ", which needs a driver " + needed + ". Update the driver, or rebuild with an older nvcc.";
+}
+
+BackwardWorkspace backward_workspace(const ForwardParams& p, const Tile& tile, int head_dim) {
+  auto align = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+  BackwardWorkspace w;
+  const int64_t num_m = (p.len_q + tile.block_m - 1) / tile.block_m;
+  w.len_q_padded = num_m * tile.block_m;
+  const int64_t rows = p.batch * p.heads_q * w.len_q_padded;
+  w.lse = w.delta + align(rows * 4);
+  w.row_blocks = w.lse + align(rows * 4);
+  w.dq_accumulator = w.row_blocks + align(p.batch * num_m * static_cast<int64_t>(sizeof(RowBlock)));
+  w.total_bytes = w.dq_accumulator + align(rows * head_dim * 4);
+  return w;
+}
+
+Plan make_plan(Direction direction, const ForwardParams& p, const Device& device) {
+  Plan plan;
+  if (!device.is_cuda) {
+    plan.kernel = Kernel::kCpu;
+    return plan;
+  }
+  const bool is_forward = direction == Direction::kForward;
+  if (device.runtime_version == 0) {
+    return unsupported(
+        "this build has no CUDA kernels (nvcc was not found when it was built). Install the CUDA "
+        "toolkit "
+        "and rebuild: HFB_BUILD=cuda pip install .");
+  }
+  if (std::string problem = driver_problem(device.driver_version, device.runtime_version);
+      !problem.empty()) {
+    return unsupported(problem.substr(std::string("hf_flash_backend: ").size()));
+  }
+  if (device.sm < kMinimumSm) {
+    return unsupported("the GPU has compute capability " + sm_text(device.sm) + ", expected " +
+                       sm_text(kMinimumSm) + " or newer. Use attn_implementation=\"sdpa\".");
+  }
+  if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) {
+    return unsupported(std::string("dtype ") + dtype_name(p.dtype) +
+                       " is not supported on CUDA: expected fp16 or bf16. Cast q, k, v or load the "
+                       "model in bf16.");
+  }
+  const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
+  plan.compiled_head_dim = compiled_head_dim(head_dim);
+  if (plan.compiled_head_dim == 0) {
+    return unsupported("head_dim " + std::to_string(head_dim) +
+                       " is not supported on CUDA: expected at most " +
+                       std::to_string(kMaxHeadDimCuda) + ". Use attn_implementation=\"sdpa\".");
+  }
+  plan.is_general =
+      p.mask.data != nullptr || p.bias.data != nullptr || p.softcap != 0.0 || !(p.scale > 0.0);
+  if (is_forward) {
+    plan.kernel = Kernel::kFwdSm80;
+    plan.tile = fwd_sm80_tile(plan.compiled_head_dim);
+    plan.num_blocks = (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m * p.heads_q * p.batch;
+  } else {
+    plan.kernel = Kernel::kBwdSm80;
+    plan.tile = bwd_sm80_tile(plan.compiled_head_dim, false);
+    if (plan.tile.smem_bytes > device.smem_optin_bytes) {
+      plan.is_small_smem = true;
+      plan.tile = bwd_sm80_tile(plan.compiled_head_dim, true);
+    }
+    plan.num_blocks = (p.len_kv + plan.tile.block_n - 1) / plan.tile.block_n * p.heads_kv * p.batch;
+    plan.workspace_bytes = backward_workspace(p, plan.tile, plan.compiled_head_dim).total_bytes;
+  }
+  const int64_t num_m = (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m;
+  if (std::max({plan.num_blocks, num_m * p.heads_q * p.batch, p.len_q, p.len_kv}) > kMaxGrid) {
+    return unsupported(
+        "the problem needs more than 2^31 - 1 thread blocks, rows or keys in one call. Split the "
+        "batch.");
+  }
+  if (device.sm >= 90 && device.sm < 100) {
+    plan.reason = "sm_90 kernels are not built yet; the generic sm_80 kernel runs";
+  }
+  return plan;
+}
+
+}  // namespace hfb

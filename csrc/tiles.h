@@ -1,0 +1,67 @@
+// Tile sizes of the CUDA kernels, the single table that kernels (as template constants), plan.cpp
+// and tests read. Adding a head dim is one entry in HFB_HEAD_DIMS and one line in each function.
+#pragma once
+
+#include <cstdint>
+
+#include "tiling.h"
+
+// Compiled head dims; any other multiple of 8 runs in the next larger one, its missing columns
+// zero-filled on load.
+#define HFB_HEAD_DIMS(X) X(64) X(96) X(128) X(192) X(256)
+
+namespace hfb {
+
+constexpr int kMaxHeadDimCuda = 256;
+constexpr int kSlabCols =
+    64;  // shared-memory tiles are slabs of 64 16-bit columns = 128 bytes = all 32 banks
+constexpr int kBytesPerElement = 2;
+
+constexpr int round_up(int value, int multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// Bytes of a [rows, cols] 16-bit tile in shared memory; columns are padded to whole slabs (96 ->
+// 128).
+constexpr int tile_bytes(int rows, int cols) {
+  return rows * round_up(cols, kSlabCols) * kBytesPerElement;
+}
+
+struct Tile {
+  int block_m;  // query rows
+  int block_n;  // keys
+  int num_warps;
+  int smem_bytes;  // dynamic shared memory
+};
+
+// fwd_sm80: Q + K + V, one stage each. Eight warps of 16 rows; at 256 the output alone is 128
+// registers a thread, so 64 rows on four warps. Every tile stays below 99 KiB, the limit of sm_86,
+// sm_89 and sm_120.
+constexpr Tile fwd_sm80_tile(int head_dim) {
+  const int block_m = head_dim <= 192 ? 128 : 64;
+  const int block_n = head_dim <= 64 ? 128 : 64;
+  return {block_m, block_n, block_m / 16,
+          tile_bytes(block_m, head_dim) + 2 * tile_bytes(block_n, head_dim)};
+}
+
+// bwd_sm80: K + V + 2 Q (1 above head dim 128) + dO + P + dS.
+constexpr int bwd_sm80_smem_bytes(int head_dim, int block_m, int block_n, int q_stages) {
+  return 2 * tile_bytes(block_n, head_dim) + (q_stages + 1) * tile_bytes(block_m, head_dim) +
+         2 * tile_bytes(block_m, block_n);
+}
+
+constexpr int bwd_sm80_q_stages(int head_dim) { return head_dim <= 128 ? 2 : 1; }
+
+// small_smem: the variant for GPUs that offer 99 KiB a block.
+constexpr Tile bwd_sm80_tile(int head_dim, bool small_smem) {
+  int block_m = 64, block_n = head_dim <= 128 ? 128 : 64, num_warps = 8;
+  if (small_smem && head_dim > 64) {
+    block_m = head_dim <= 128 ? 64 : 32;
+    block_n = head_dim <= 192 ? 64 : 32;
+    num_warps = head_dim <= 192 ? 8 : 4;
+  }
+  return {block_m, block_n, num_warps,
+          bwd_sm80_smem_bytes(head_dim, block_m, block_n, bwd_sm80_q_stages(head_dim))};
+}
+
+}  // namespace hfb

@@ -1,0 +1,103 @@
+// Stage 1, tiling: which keys a query row sees, and which key tiles a block of rows has to visit.
+//
+// Everything structured (causal, window, query offset, row limits) is one half-open key range per
+// row, so a tile is skipped, visited unmasked, or visited with a mask by four numbers. Host and
+// device run the same code; tests/test_tiling.py checks it against brute force.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define HFB_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define HFB_HOST_DEVICE inline
+#endif
+
+namespace hfb {
+
+constexpr int32_t kNoLimit = INT32_MAX;
+
+// Row i stands at key position i + offset and sees keys [i + offset - left, i + offset + right].
+// Causal is right = 0. Bottom-right alignment is offset = Lk - Lq.
+struct Band {
+  int32_t left = kNoLimit;
+  int32_t right = kNoLimit;
+  int32_t offset = 0;
+};
+
+// Half-open range of key indices; empty when begin >= end.
+struct KeyRange {
+  int32_t begin;
+  int32_t end;
+};
+
+HFB_HOST_DEVICE int32_t min_i32(int32_t a, int32_t b) { return a < b ? a : b; }
+HFB_HOST_DEVICE int32_t max_i32(int32_t a, int32_t b) { return a > b ? a : b; }
+
+// Keys of the band that row sees, clipped to [0, len_kv). An empty range is returned as {len_kv,
+// 0}, the neutral element of RowBlock::add.
+HFB_HOST_DEVICE KeyRange band_keys(const Band& band, int32_t row, int32_t len_kv) {
+  const int64_t position = static_cast<int64_t>(row) + band.offset;
+  const int64_t begin = band.left == kNoLimit ? 0 : position - band.left;
+  const int64_t end = band.right == kNoLimit ? len_kv : position + band.right + 1;
+  if (begin >= len_kv || end <= 0 || begin >= end) return {len_kv, 0};
+  return {begin < 0 ? 0 : static_cast<int32_t>(begin),
+          end > len_kv ? len_kv : static_cast<int32_t>(end)};
+}
+
+HFB_HOST_DEVICE KeyRange intersect(KeyRange a, KeyRange b, int32_t len_kv) {
+  const KeyRange both = {max_i32(a.begin, b.begin), min_i32(a.end, b.end)};
+  return both.begin < both.end ? both : KeyRange{len_kv, 0};
+}
+
+// What a block of query rows sees together: keys any row sees lie in [begin, end), and every row
+// sees all of [full_begin, full_end).
+struct RowBlock {
+  int32_t begin, end, full_begin, full_end;
+
+  HFB_HOST_DEVICE static RowBlock none(int32_t len_kv) { return {len_kv, 0, 0, len_kv}; }
+
+  HFB_HOST_DEVICE void add(KeyRange row) {
+    begin = min_i32(begin, row.begin);
+    end = max_i32(end, row.end);
+    full_begin = max_i32(full_begin, row.begin);
+    full_end = min_i32(full_end, row.end);
+  }
+};
+
+enum class TileKind : int32_t { kSkip = 0, kFull = 1, kMasked = 2 };
+
+// How the block treats the keys [key_begin, key_end). A tile that reaches past len_kv is never
+// full.
+HFB_HOST_DEVICE TileKind classify_tile(const RowBlock& rows, int32_t key_begin, int32_t key_end) {
+  if (key_end <= rows.begin || key_begin >= rows.end) return TileKind::kSkip;
+  return key_begin >= rows.full_begin && key_end <= rows.full_end ? TileKind::kFull
+                                                                  : TileKind::kMasked;
+}
+
+HFB_HOST_DEVICE int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
+
+// Key tiles [first, last) that the block visits.
+struct TileSpan {
+  int32_t first, last;
+};
+
+HFB_HOST_DEVICE TileSpan visited_key_tiles(const RowBlock& rows, int32_t block_n) {
+  if (rows.begin >= rows.end) return {0, 0};
+  return {rows.begin / block_n, ceil_div(rows.end, block_n)};
+}
+
+// Backward walks the other way round: query tiles [first, last) of which some row's band reaches
+// [key_begin, key_end).
+HFB_HOST_DEVICE TileSpan visited_row_tiles(const Band& band, int32_t key_begin, int32_t key_end,
+                                           int32_t len_q, int32_t block_m) {
+  int64_t first = 0, last = len_q;
+  if (band.right != kNoLimit) first = static_cast<int64_t>(key_begin) - band.offset - band.right;
+  if (band.left != kNoLimit) last = static_cast<int64_t>(key_end) - band.offset + band.left;
+  if (first < 0) first = 0;
+  if (last > len_q) last = len_q;
+  if (first >= last || key_begin >= key_end) return {0, 0};
+  return {static_cast<int32_t>(first) / block_m, ceil_div(static_cast<int32_t>(last), block_m)};
+}
+
+}  // namespace hfb

@@ -1,0 +1,128 @@
+"""The user's function: :func:`attention`, on tensors of shape [B, H, L, D]."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import ops
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    row_start: torch.Tensor | None = None,
+    row_end: torch.Tensor | None = None,
+    query_offset: int | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention in memory linear in the sequence length; the same on CPU and CUDA.
+
+    ``softmax(softcap(scale * q k^T) + bias, over visible keys) v``. A row that sees no key gives 0.
+    Masked keys never influence anything, even if they hold NaN. Causal is bottom-right aligned (x =
+    visible), for Lq, Lk = 2, 5 and 5, 2::
+
+        x x x x .        . .
+        x x x x x        . .
+                         . .
+                         x .
+                         x x
+
+    Args:
+        q: [B, Hq, Lq, D]. k: [B, Hkv, Lk, D]. v: [B, Hkv, Lk, Dv]. One dtype (fp32 and fp64 on the
+            CPU only), one device, Hq a multiple of Hkv (grouped heads are never expanded), D and Dv
+            multiples of 8, at most 256 on CUDA.
+        scale: default 1 / sqrt(D).
+        is_causal: row i sees keys j <= i + Lk - Lq.
+        window: (left, right), inclusive distances from i + Lk - Lq; None = unlimited. With
+            is_causal right becomes 0.
+        mask: bool, true = visible: [B, Lk] (key padding) or 4-D broadcastable to [B, Hq, Lq, Lk];
+            or a float 4-D mask, which is added like bias.
+        bias: float, 4-D broadcastable to [B, Hq, Lq, Lk], added to the scores; -inf = not visible.
+            No gradient yet.
+        softcap: 0 = off.
+        row_start, row_end: int32 [1|B, 1|Lq]: row i sees keys row_start <= j < row_end (packed
+            sequences, cache fill).
+        query_offset: key position of row 0, default Lk - Lq.
+        sinks, alibi_slopes, dropout_p: not implemented yet, refused.
+        deterministic: bitwise reproducible gradients; None = what
+            torch.use_deterministic_algorithms says. The forward pass and the whole CPU path always
+            are.
+        return_lse: also return lse [B, Hq, Lq], natural log of the sum of exponentials, fp32 (fp64
+            for fp64 inputs), -inf for a row that sees no key; differentiable.
+
+    Returns:
+        out [B, Hq, Lq, Dv] in the dtype of q; ``out.transpose(1, 2)`` is contiguous. Or (out, lse).
+
+    Raises:
+        ValueError: wrong shape, dtype, device, window. NotImplementedError: valid but not
+        implemented, named. RuntimeError: the library is missing, or a CUDA error.
+    """
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(
+            f"hf_flash_backend: q, k, v: got {q.dim()}-D, {k.dim()}-D and {v.dim()}-D tensors, "
+            "expected 4-D [batch, heads, length, head_dim]."
+        )
+    window_left, window_right = window
+    if is_causal:
+        window_right = 0 if window_right is None else min(window_right, 0)
+    mask, bias = _score_tensors(q, k, mask, bias)
+    out, lse = ops.forward(
+        q, k, v,
+        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        mask=mask, bias=bias, row_start=row_start, row_end=row_end,
+        sinks=sinks, alibi_slopes=alibi_slopes, softcap=softcap,
+        window_left=window_left, window_right=window_right, query_offset=query_offset,
+        dropout_p=dropout_p, deterministic=bool(deterministic),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _score_tensors(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Brings mask and bias to the op's form: 4-D, dense last dimension of length Lk, bias in the
+    dtype of q or fp32.
+    """
+    if mask is not None and mask.dtype != torch.bool:
+        if not mask.is_floating_point():
+            raise ValueError(
+                f"hf_flash_backend: mask: got dtype {mask.dtype}, "
+                "expected torch.bool or a float dtype."
+            )
+        bias = mask if bias is None else bias + mask
+        mask = None
+    if mask is not None and mask.dim() == 2:
+        mask = mask[:, None, None, :]
+    len_kv = k.shape[2]
+    for name, tensor in (("mask", mask), ("bias", bias)):
+        if tensor is not None and tensor.dim() != 4:
+            raise ValueError(
+                f"hf_flash_backend: {name}: got {tensor.dim()}-D shape {list(tensor.shape)}, "
+                f"expected 4-D broadcastable to {[*q.shape[:3], len_kv]}, "
+                "or for a bool mask [batch, length of k]."
+            )
+    if bias is not None and bias.dtype not in (q.dtype, torch.float32):
+        bias = bias.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return _dense_last_dim(mask, len_kv), _dense_last_dim(bias, len_kv)
+
+
+def _dense_last_dim(tensor: torch.Tensor | None, len_kv: int) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    if tensor.shape[-1] == 1 and len_kv > 1:
+        tensor = tensor.expand(*tensor.shape[:-1], len_kv)
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()

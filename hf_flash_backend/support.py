@@ -1,0 +1,161 @@
+"""What runs, why, and what ran: :func:`explain`, :func:`why_not`, :func:`trace`. All three ask the
+library itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import ops
+
+# Facts of a device that a plan depends on, in the order the op wants them.
+DEVICE_FACTS = ("is_cuda", "sm", "smem_optin_bytes", "driver_version", "runtime_version")
+_BYTES = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
+
+
+def device_facts(device: torch.device | str | int | None = None) -> dict[str, int]:
+    """Facts of a device as the library sees them: CUDA or not, compute capability times 10, shared
+    memory a block may ask for (bytes), CUDA version of the driver and of the library's runtime
+    (13000 = 13.0; 0 = none).
+    """
+    device = torch.device("cpu" if device is None else device)
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"hf_flash_backend: device {device.type} is not supported: expected cpu or cuda. "
+            'Use attn_implementation="sdpa".'
+        )
+    index = (
+        -1
+        if device.type == "cpu"
+        else (device.index if device.index is not None else torch.cuda.current_device())
+    )
+    ops.load_library()
+    return dict(zip(DEVICE_FACTS, torch.ops.hf_flash_backend.device_facts(index), strict=True))
+
+
+def explain(
+    *,
+    shape: tuple[int, int, int, int, int, int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | int | dict[str, int] | None = None,
+    direction: str = "forward",
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    features: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The plan of one call: kernel, tiles, shared memory (bytes), grid, workspace (bytes), FLOPs
+    and least bytes moved.
+
+    Args:
+        shape: (B, Hq, Hkv, Lq, Lk, D, Dv).
+        device: where it would run, or the facts of a device that is not here (see
+            :func:`device_facts`).
+        direction: "forward" or "backward".
+        features: any of "mask", "bias", "row_limits".
+
+    Returns:
+        ``kernel`` ("none" if nothing runs), ``reason`` (why nothing, or why a slower kernel than
+        the device could use), ``block_m``, ``block_n``, ``smem_bytes``, ``num_blocks``,
+        ``workspace_bytes``, ``flops`` (pairs the band leaves), ``min_bytes`` (each operand once),
+        and the call itself.
+    """
+    facts = device if isinstance(device, dict) else device_facts(device)
+    left, right = window
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    ops.load_library()
+    call = json.loads(
+        torch.ops.hf_flash_backend.explain(
+            direction, [int(facts[name]) for name in DEVICE_FACTS],
+            ops.DTYPE_NAMES[dtype], list(shape),
+            ",".join(features), scale, softcap, left, right,
+        )
+    )  # fmt: skip
+    b, hq, hkv, lq, lk, d, dv = shape
+    products = 2 if direction == "forward" else 5
+    call["flops"] = products * b * hq * _visible_pairs(lq, lk, left, right) * (d + dv)
+    operands = b * (hq * lq * (d + dv) + hkv * lk * (d + dv)) * _BYTES[dtype]
+    call["min_bytes"] = (
+        operands if direction == "forward" else 2 * operands + b * hq * lq * dv * _BYTES[dtype]
+    )
+    return call
+
+
+def _visible_pairs(len_q: int, len_kv: int, left: int | None, right: int | None) -> int:
+    """Query-key pairs inside the band, bottom-right aligned."""
+    rows = torch.arange(len_q, dtype=torch.int64) + (len_kv - len_q)
+    begin = torch.zeros_like(rows) if left is None else (rows - left).clamp(0, len_kv)
+    end = torch.full_like(rows, len_kv) if right is None else (rows + right + 1).clamp(0, len_kv)
+    return int((end - begin).clamp(min=0).sum())
+
+
+def why_not(
+    *,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | int | dict[str, int] | None = None,
+    direction: str = "forward",
+) -> str | None:
+    """Why a call with this head dim, dtype and device cannot run, or None when it can."""
+    if head_dim <= 0 or head_dim % 8 != 0:
+        return (
+            f"head_dim: got {head_dim}, expected a positive multiple of 8; "
+            "pad q, k and v with zeros."
+        )
+    if dtype not in ops.DTYPE_NAMES:
+        return f"dtype: got {dtype}, expected one of {', '.join(str(d) for d in ops.DTYPE_NAMES)}."
+    try:
+        call = explain(
+            shape=(1, 1, 1, 1, 1, head_dim, head_dim),
+            dtype=dtype,
+            device=device,
+            direction=direction,
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).removeprefix("hf_flash_backend: ")
+    return call["reason"] if call["kernel"] == "none" else None
+
+
+class Calls(list):
+    """The calls seen by one :func:`trace`, read from the library whenever the list is looked at
+    while tracing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin: int | None = torch.ops.hf_flash_backend.trace_start()
+
+    def refresh(self) -> Calls:
+        """Reads what has run so far."""
+        if self._begin is not None:
+            self[:] = json.loads(torch.ops.hf_flash_backend.trace_read(self._begin))
+        return self
+
+    def stop(self) -> None:
+        self.refresh()
+        self._begin = None
+        torch.ops.hf_flash_backend.trace_stop()
+
+
+@contextlib.contextmanager
+def trace() -> Iterator[Calls]:
+    """Lists every call of the backend in the block: ``with trace() as calls: model(...)``.
+
+    Counted inside the library, so calls of compiled graphs are seen; a replayed CUDA graph runs no
+    host code and is not. Each entry is a dict: op ("forward" | "backward"), kernel, device, dtype,
+    B, Hq, Hkv, Lq, Lk, D, Dv, features, block_m, block_n, smem_bytes, workspace_bytes, num_blocks,
+    reason. The list is complete when the block ends; ``calls.refresh()`` reads it earlier.
+    """
+    ops.load_library()
+    calls = Calls()
+    try:
+        yield calls
+    finally:
+        calls.stop()
