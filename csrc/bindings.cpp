@@ -279,6 +279,13 @@ void* current_stream(int device_index) {
 }
 #endif
 
+// torch's thread pool, for the CPU kernels.
+void parallel_for(int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {
+  if (torch_parallel_for(0, count, 1, body, context) != 0) {
+    throw std::runtime_error("hf_flash_backend: a CPU kernel failed (out of memory?).");
+  }
+}
+
 Device device_of(const Tensor& q) {
   if (!q.is_cuda()) return {};
 #ifdef HFB_WITH_CUDA
@@ -331,7 +338,7 @@ std::tuple<Tensor, Tensor> forward(
 
   trace_call(Direction::kForward, p, plan, q.is_cuda() ? q.get_device_index() : -1);
   if (plan.kernel == Kernel::kCpu) {
-    attention_forward_cpu(p);
+    attention_forward_cpu(p, parallel_for);
     return {out, lse};
   }
 #ifdef HFB_WITH_CUDA
@@ -405,7 +412,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
 
   trace_call(Direction::kBackward, p, plan, q.is_cuda() ? q.get_device_index() : -1);
   if (plan.kernel == Kernel::kCpu) {
-    attention_backward_cpu(p);
+    attention_backward_cpu(p, parallel_for);
     return {dq, dk, dv};
   }
 #ifdef HFB_WITH_CUDA

@@ -34,14 +34,30 @@ struct Tile {
   int smem_bytes;  // dynamic shared memory
 };
 
-// fwd_sm80: Q + K + V, one stage each. Eight warps of 16 rows; at 256 the output alone is 128
-// registers a thread, so 64 rows on four warps. Every tile stays below 99 KiB, the limit of sm_86,
-// sm_89 and sm_120.
+// fwd_sm80: Q + K + V, one stage each; a warp has 16 rows. Four warps of 32 rows halve the reads of K
+// and V from shared memory but spill 80 to 260 bytes a thread at head dims 64 to 128 (nvcc 13.0).
+// Every tile stays below 99 KiB, the limit of sm_86, sm_89 and sm_120.
 constexpr Tile fwd_sm80_tile(int head_dim) {
   const int block_m = head_dim <= 192 ? 128 : 64;
   const int block_n = head_dim <= 64 ? 128 : 64;
   return {block_m, block_n, block_m / 16,
           tile_bytes(block_m, head_dim) + 2 * tile_bytes(block_n, head_dim)};
+}
+
+// How the warps of a block share a product [rows, cols]: a grid of warps, each 16 * row_blocks rows
+// and cols / warps_n columns. Two row blocks halve the reads of the B operand; they need a column
+// share that is a multiple of 16.
+struct WarpGrid {
+  int warps_m, warps_n, row_blocks, cols;
+};
+HFB_HOST_DEVICE constexpr WarpGrid warp_grid(int rows, int cols, int num_warps) {
+  const int wide = rows / 32;
+  if (wide > 0 && rows % 32 == 0 && num_warps % wide == 0 && cols * wide / num_warps % 16 == 0 &&
+      cols * wide >= 16 * num_warps) {
+    return {wide, num_warps / wide, 2, cols * wide / num_warps};
+  }
+  const int narrow = rows / 16;
+  return {narrow, num_warps / narrow, 1, cols * narrow / num_warps};
 }
 
 // bwd_sm80: K + V + 2 Q (1 above head dim 128) + dO + P + dS.

@@ -13,8 +13,7 @@ template <typename T, int kHeadDim, int kBlockM, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     bwd_postprocess_kernel(const __grid_constant__ BackwardParams p,
                            const BackwardBuffers buffers) {
-  constexpr int kWarpsM = kBlockM / 16, kWarpsD = kThreads / 32 / kWarpsM,
-                kCols = kHeadDim / kWarpsD;
+  constexpr WarpGrid kDq = warp_grid(kBlockM, kHeadDim, kThreads / 32);
   extern __shared__ __align__(128) char smem[];  // dQ [kBlockM, kHeadDim]
   const int num_m = buffers.len_q_padded / kBlockM;
   const int m = blockIdx.x % num_m, head = blockIdx.x / num_m % static_cast<int>(p.heads_q);
@@ -22,16 +21,19 @@ __global__ void __launch_bounds__(kThreads)
   const float4* accumulator = reinterpret_cast<const float4*>(
       buffers.dq_accumulator + ((batch * p.heads_q + head) * num_m + m) * (kBlockM * kHeadDim));
 
-  float dq[kCols / 2];
-#pragma unroll
-  for (int i = 0; i < kCols / 8; ++i) {
-    const float4 x = accumulator[i * kThreads + threadIdx.x];
-    dq[4 * i] = x.x, dq[4 * i + 1] = x.y, dq[4 * i + 2] = x.z, dq[4 * i + 3] = x.w;
-  }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float scale = static_cast<float>(p.scale);
-  store_accumulator<T, kBlockM>(smem, dq, warp % kWarpsM * 16, warp / kWarpsM * kCols, lane, scale,
-                                scale);
+#pragma unroll
+  for (int mb = 0; mb < kDq.row_blocks; ++mb) {
+    float dq[kDq.cols / 2];
+#pragma unroll
+    for (int j = 0; j < kDq.cols / 8; ++j) {
+      const float4 x = accumulator[(mb * (kDq.cols / 8) + j) * kThreads + threadIdx.x];
+      dq[4 * j] = x.x, dq[4 * j + 1] = x.y, dq[4 * j + 2] = x.z, dq[4 * j + 3] = x.w;
+    }
+    const int row = warp % kDq.warps_m * (16 * kDq.row_blocks) + 16 * mb;
+    store_accumulator<T, kBlockM>(smem, dq, row, warp / kDq.warps_m * kDq.cols, lane, scale, scale);
+  }
   __syncthreads();
   T* g_dq = static_cast<T*>(p.dq.data) + batch * p.dq.stride_batch + head * p.dq.stride_head;
   store_tile<T, kBlockM, kHeadDim, kThreads>(smem, g_dq, p.dq.stride_row, m * kBlockM,

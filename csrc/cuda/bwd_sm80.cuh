@@ -6,9 +6,9 @@
 //   one block = kBlockN keys of one (batch, kv head); it walks every query head of the group and
 //               every query tile that sees the keys, so dK and dV of the group are summed in fp32
 //               registers, in a fixed order
-//   warps     = kWarpsM x kWarpsN over S [kBlockM, kBlockN] and over dQ [kBlockM, D];
-//               kWarpsKv x kWarpsD over dK and dV [kBlockN, D]. P and dS go through shared memory,
-//               where they are read transposed
+//   warps     = a grid (tiles.h, warp_grid) over S and dP [kBlockM, kBlockN], one over dK and dV
+//               [kBlockN, D], one over dQ [kBlockM, D]. P and dS go through shared memory, where
+//               they are read transposed
 //   dQ        = fp32 reductions into a workspace in thread order (float4 i of thread t lies at
 //               i * kThreads + t), so every warp writes whole 512-byte runs; bwd_postprocess
 //               un-permutes. The order of these additions is not fixed
@@ -27,7 +27,7 @@
 #pragma once
 
 #include "bwd_preprocess.cuh"
-#include "device/tile.cuh"
+#include "device/gemm.cuh"
 
 namespace hfb {
 
@@ -36,17 +36,13 @@ struct BwdSm80 {
   static constexpr Tile kTile = bwd_sm80_tile(kHeadDim, kSmallSmem);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.num_warps;
   static constexpr int kThreads = kWarps * 32, kQStages = bwd_sm80_q_stages(kHeadDim);
-  static constexpr int kWarpsM = kBlockM / 16, kWarpsN = kWarps / kWarpsM;
-  static constexpr int kWarpsKv = kBlockN / 16 < kWarps ? kBlockN / 16 : kWarps,
-                       kWarpsD = kWarps / kWarpsKv;
-  static constexpr int kSCols = kBlockN / kWarpsN;     // of S and dP, a warp
-  static constexpr int kDqCols = kHeadDim / kWarpsN;   // of dQ, a warp
-  static constexpr int kDkvCols = kHeadDim / kWarpsD;  // of dK and dV, a warp
+  static constexpr WarpGrid kS = warp_grid(kBlockM, kBlockN, kWarps);
+  static constexpr WarpGrid kDkv = warp_grid(kBlockN, kHeadDim, kWarps);
+  static constexpr WarpGrid kDq = warp_grid(kBlockM, kHeadDim, kWarps);
   static constexpr int kKvBytes = tile_bytes(kBlockN, kHeadDim),
                        kQBytes = tile_bytes(kBlockM, kHeadDim);
   static constexpr int kPBytes = tile_bytes(kBlockM, kBlockN);
-  static_assert(kSCols % 16 == 0 && kDqCols % 16 == 0 && kDkvCols % 16 == 0 &&
-                kWarpsKv * 16 == kBlockN);
+  static_assert(kS.cols % 16 == 0 && kDkv.cols % 16 == 0 && kDq.cols % 16 == 0);
 };
 
 template <typename T, int kHeadDim, bool kGeneral, bool kSmallSmem>
@@ -54,8 +50,8 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
     bwd_sm80_kernel(const __grid_constant__ BackwardParams p, const BackwardBuffers buffers) {
   using Config = BwdSm80<T, kHeadDim, kSmallSmem>;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
-  constexpr int kQStages = Config::kQStages, kSCols = Config::kSCols;
-  constexpr int kDqCols = Config::kDqCols, kDkvCols = Config::kDkvCols;
+  constexpr int kQStages = Config::kQStages;
+  constexpr WarpGrid kS = Config::kS, kDkv = Config::kDkv, kDq = Config::kDq;
   extern __shared__ __align__(128) char smem[];
   char* const s_v_bytes = smem + Config::kKvBytes;
   char* const s_q_bytes = s_v_bytes + Config::kKvBytes;
@@ -75,11 +71,12 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
   const int64_t batch = blockIdx.x / num_n / static_cast<int>(p.heads_kv);
   const int group = static_cast<int>(p.heads_q / p.heads_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int s_row = warp % Config::kWarpsM * 16,
-            s_col = warp / Config::kWarpsM * kSCols;    // this warp's part of S
-  const int dq_col = warp / Config::kWarpsM * kDqCols;  // of dQ
-  const int kv_row = warp % Config::kWarpsKv * 16,
-            kv_col = warp / Config::kWarpsKv * kDkvCols;  // of dK, dV
+  // This warp's part of S and dP, of dK and dV, of dQ.
+  const int s_row = warp % kS.warps_m * (16 * kS.row_blocks), s_col = warp / kS.warps_m * kS.cols;
+  const int kv_row = warp % kDkv.warps_m * (16 * kDkv.row_blocks);
+  const int kv_col = warp / kDkv.warps_m * kDkv.cols;
+  const int dq_row = warp % kDq.warps_m * (16 * kDq.row_blocks);
+  const int dq_col = warp / kDq.warps_m * kDq.cols;
 
   const T* g_k =
       static_cast<const T*>(p.k.data) + batch * p.k.stride_batch + head_kv * p.k.stride_head;
@@ -120,9 +117,7 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
                                                     len_q, head_dim_v);
   };
 
-  float dk[kDkvCols / 2], dv[kDkvCols / 2];  // [16, kDkvCols] fp32
-#pragma unroll
-  for (int i = 0; i < kDkvCols / 2; ++i) dk[i] = dv[i] = 0.f;
+  float dk[kDkv.row_blocks][kDkv.cols / 2] = {}, dv[kDkv.row_blocks][kDkv.cols / 2] = {};
 
   Position at = next_visited({0, span.first});
   int stage = 0;
@@ -171,106 +166,66 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
       cp_async_commit();
     }
 
-    // S = Q K^T and P, this warp's [16, kSCols].
-    float scores[kSCols / 2], dp[kSCols / 2];
-#pragma unroll
-    for (int i = 0; i < kSCols / 2; ++i) scores[i] = dp[i] = 0.f;
-#pragma unroll
-    for (int kk = 0; kk < kHeadDim; kk += 16) {
-      uint32_t a[4];
-      ldmatrix_x4(a, a_address<kBlockM>(s_q, s_row, kk, lane));
-#pragma unroll
-      for (int j = 0; j < kSCols / 16; ++j) {
-        uint32_t b[4];
-        ldmatrix_x4(b, b_address<kBlockN>(s_k, s_col + 16 * j, kk, lane));
-        mma_16x8x16<T>(&scores[8 * j], a, b[0], b[1]);
-        mma_16x8x16<T>(&scores[8 * j + 4], a, b[2], b[3]);
-      }
-    }
-#pragma unroll
-    for (int kk = 0; kk < kHeadDim; kk += 16) {
-      uint32_t a[4];
-      ldmatrix_x4(a, a_address<kBlockM>(s_do, s_row, kk, lane));
-#pragma unroll
-      for (int j = 0; j < kSCols / 16; ++j) {
-        uint32_t b[4];
-        ldmatrix_x4(b, b_address<kBlockN>(s_v, s_col + 16 * j, kk, lane));
-        mma_16x8x16<T>(&dp[8 * j], a, b[0], b[1]);
-        mma_16x8x16<T>(&dp[8 * j + 4], a, b[2], b[3]);
-      }
-    }
+    float scores[kS.row_blocks][kS.cols / 2] = {}, dp[kS.row_blocks][kS.cols / 2] = {};
+    multiply<T, kHeadDim>(  // S = Q K^T
+        scores, [&](int kk, int mb) { return a_address<kBlockM>(s_q, s_row + 16 * mb, kk, lane); },
+        [&](int kk, int col) { return b_address<kBlockN>(s_k, s_col + col, kk, lane); });
+    multiply<T, kHeadDim>(  // dP = dO V^T
+        dp, [&](int kk, int mb) { return a_address<kBlockM>(s_do, s_row + 16 * mb, kk, lane); },
+        [&](int kk, int col) { return b_address<kBlockN>(s_v, s_col + col, kk, lane); });
 
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int tile_row = s_row + lane / 4 + 8 * r, row = row_begin + tile_row;
-      const float lse = g_lse[tile_row], delta = g_delta[tile_row];
-      KeyRange keys = {0, len_kv};
-      if (is_masked) keys = row < len_q ? row_keys(p, batch, row) : KeyRange{0, 0};
-      const ScoreRow score_row(p, static_cast<int>(batch), head, row);
+    for (int mb = 0; mb < kS.row_blocks; ++mb) {
 #pragma unroll
-      for (int i = 2 * r; i < kSCols / 2; i += (i & 1) ? 3 : 1) {
-        const int key = key_begin + s_col + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
-        const bool visible = key >= keys.begin && key < keys.end;
-        float probability, cap_slope = 1.f;
-        if constexpr (kGeneral) {
-          float score = -INFINITY;
-          if (visible) {
-            score = score_row.template apply<T>(scores[i] * scale, key);
-            if (score_row.softcap != 0.f) {
-              const float t = tanhf(scores[i] * scale / score_row.softcap);
-              cap_slope = 1.f - t * t;
+      for (int r = 0; r < 2; ++r) {
+        const int tile_row = s_row + 16 * mb + 8 * r + lane / 4, row = row_begin + tile_row;
+        const float lse = g_lse[tile_row], delta = g_delta[tile_row];
+        KeyRange keys = {0, len_kv};
+        if (is_masked) keys = row < len_q ? row_keys(p, batch, row) : KeyRange{0, 0};
+        const ScoreRow score_row(p, static_cast<int>(batch), head, row);
+#pragma unroll
+        for (int j = 0; j < kS.cols / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int key = key_begin + s_col + 8 * j + (lane & 3) * 2 + e;
+            float& score = scores[mb][4 * j + 2 * r + e];
+            float& dscore = dp[mb][4 * j + 2 * r + e];
+            const bool visible = key >= keys.begin && key < keys.end;
+            float cap_slope = 1.f;
+            if constexpr (kGeneral) {
+              const float raw = score * scale;
+              score = visible ? score_row.template apply<T>(raw, key) : -INFINITY;
+              if (visible) cap_slope = score_row.softcap_slope(raw);
+              score = score == -INFINITY ? 0.f : exp2_approx((score - lse) * kLog2e);
+            } else {
+              score = is_masked && !visible ? 0.f : exp2_approx(fmaf(score, scale_log2, -lse));
             }
+            // dP of a hidden key may be NaN; its dS is 0 all the same.
+            dscore = is_masked && score == 0.f ? 0.f : score * (dscore - delta) * cap_slope;
           }
-          probability = score == -INFINITY ? 0.f : exp2_approx((score - lse) * kLog2e);
-        } else {
-          probability = exp2_approx(fmaf(scores[i], scale_log2, -lse));
-          if (is_masked && !visible) probability = 0.f;
         }
-        const bool is_zero = is_masked && probability == 0.f;
-        scores[i] = probability;
-        dp[i] = is_zero ? 0.f : probability * (dp[i] - delta) * cap_slope;
       }
+      store_accumulator<T, kBlockM>(s_p_bytes, scores[mb], s_row + 16 * mb, s_col, lane, 1.f, 1.f);
+      store_accumulator<T, kBlockM>(s_ds_bytes, dp[mb], s_row + 16 * mb, s_col, lane, 1.f, 1.f);
     }
-    store_accumulator<T, kBlockM>(s_p_bytes, scores, s_row, s_col, lane, 1.f, 1.f);
-    store_accumulator<T, kBlockM>(s_ds_bytes, dp, s_row, s_col, lane, 1.f, 1.f);
     __syncthreads();  // barrier 2
 
-    // dV += P^T dO
+    multiply<T, kBlockM, kTransA | kTransB>(  // dV += P^T dO
+        dv,
+        [&](int kk, int mb) { return a_trans_address<kBlockM>(s_p, kk, kv_row + 16 * mb, lane); },
+        [&](int kk, int col) { return b_trans_address<kBlockM>(s_do, kk, kv_col + col, lane); });
+    float dq[kDq.row_blocks][kDq.cols / 2] = {};
+    multiply<T, kBlockN, kTransB>(  // dQ = dS K
+        dq, [&](int kk, int mb) { return a_address<kBlockM>(s_ds, dq_row + 16 * mb, kk, lane); },
+        [&](int kk, int col) { return b_trans_address<kBlockN>(s_k, kk, dq_col + col, lane); });
+    float* accumulator = buffers.dq_accumulator +
+                         (batch_head * num_m + at.m) * (kBlockM * kHeadDim) + threadIdx.x * 4;
 #pragma unroll
-    for (int kk = 0; kk < kBlockM; kk += 16) {
-      uint32_t a[4];
-      ldmatrix_x4_trans(a, a_trans_address<kBlockM>(s_p, kk, kv_row, lane));
+    for (int mb = 0; mb < kDq.row_blocks; ++mb) {
 #pragma unroll
-      for (int j = 0; j < kDkvCols / 16; ++j) {
-        uint32_t b[4];
-        ldmatrix_x4_trans(b, b_trans_address<kBlockM>(s_do, kk, kv_col + 16 * j, lane));
-        mma_16x8x16<T>(&dv[8 * j], a, b[0], b[1]);
-        mma_16x8x16<T>(&dv[8 * j + 4], a, b[2], b[3]);
-      }
-    }
-    // dQ = dS K, this warp's [16, kDqCols], added to the workspace
-    {
-      float dq[kDqCols / 2];
-#pragma unroll
-      for (int i = 0; i < kDqCols / 2; ++i) dq[i] = 0.f;
-#pragma unroll
-      for (int kk = 0; kk < kBlockN; kk += 16) {
-        uint32_t a[4];
-        ldmatrix_x4(a, a_address<kBlockM>(s_ds, s_row, kk, lane));
-#pragma unroll
-        for (int j = 0; j < kDqCols / 16; ++j) {
-          uint32_t b[4];
-          ldmatrix_x4_trans(b, b_trans_address<kBlockN>(s_k, kk, dq_col + 16 * j, lane));
-          mma_16x8x16<T>(&dq[8 * j], a, b[0], b[1]);
-          mma_16x8x16<T>(&dq[8 * j + 4], a, b[2], b[3]);
-        }
-      }
-      float* accumulator =
-          buffers.dq_accumulator + (batch_head * num_m + at.m) * (kBlockM * kHeadDim);
-#pragma unroll
-      for (int i = 0; i < kDqCols / 8; ++i) {
-        red_add_4(accumulator + (i * kThreads + threadIdx.x) * 4, dq[4 * i], dq[4 * i + 1],
-                  dq[4 * i + 2], dq[4 * i + 3]);
+      for (int j = 0; j < kDq.cols / 8; ++j) {
+        red_add_4(accumulator, &dq[mb][4 * j]);
+        accumulator += kThreads * 4;
       }
     }
     __syncthreads();  // barrier 3
@@ -279,19 +234,10 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
       cp_async_commit();
     }
 
-    // dK += dS^T Q
-#pragma unroll
-    for (int kk = 0; kk < kBlockM; kk += 16) {
-      uint32_t a[4];
-      ldmatrix_x4_trans(a, a_trans_address<kBlockM>(s_ds, kk, kv_row, lane));
-#pragma unroll
-      for (int j = 0; j < kDkvCols / 16; ++j) {
-        uint32_t b[4];
-        ldmatrix_x4_trans(b, b_trans_address<kBlockM>(s_q, kk, kv_col + 16 * j, lane));
-        mma_16x8x16<T>(&dk[8 * j], a, b[0], b[1]);
-        mma_16x8x16<T>(&dk[8 * j + 4], a, b[2], b[3]);
-      }
-    }
+    multiply<T, kBlockM, kTransA | kTransB>(  // dK += dS^T Q
+        dk,
+        [&](int kk, int mb) { return a_trans_address<kBlockM>(s_ds, kk, kv_row + 16 * mb, lane); },
+        [&](int kk, int col) { return b_trans_address<kBlockM>(s_q, kk, kv_col + col, lane); });
     if (kQStages == 2) {
       stage ^= 1;
     } else if (next.g < group) {
@@ -305,8 +251,12 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
   // dK and dV leave through the K and V tiles.
   cp_async_wait<0>();
   __syncthreads();
-  store_accumulator<T, kBlockN>(smem, dk, kv_row, kv_col, lane, scale, scale);
-  store_accumulator<T, kBlockN>(s_v_bytes, dv, kv_row, kv_col, lane, 1.f, 1.f);
+#pragma unroll
+  for (int mb = 0; mb < kDkv.row_blocks; ++mb) {
+    const int row = kv_row + 16 * mb;
+    store_accumulator<T, kBlockN>(smem, dk[mb], row, kv_col, lane, scale, scale);
+    store_accumulator<T, kBlockN>(s_v_bytes, dv[mb], row, kv_col, lane, 1.f, 1.f);
+  }
   __syncthreads();
   T* g_dk = static_cast<T*>(p.dk.data) + batch * p.dk.stride_batch + head_kv * p.dk.stride_head;
   T* g_dv = static_cast<T*>(p.dv.data) + batch * p.dv.stride_batch + head_kv * p.dv.stride_head;

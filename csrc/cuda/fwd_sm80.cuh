@@ -1,6 +1,7 @@
 // Forward attention for sm_80 and newer, fp16 and bf16.     FA2, arXiv:2307.08691, Alg. 1.
 //
-//   one block = kBlockM query rows of one (batch, query head); one warp = 16 rows, all keys
+//   one block = kBlockM query rows of one (batch, query head); one warp = kRowBlocks x 16 rows, all
+//               keys of a tile; every K and V fragment it reads serves kRowBlocks products
 //   keys      = tiles of kBlockN, last to first: the masked tiles of a causal row come first
 //   registers = S [16, kBlockN] and O [16, kHeadDim] fp32 accumulators a warp; P is S packed to the
 //               input dtype, whose accumulator layout already is the A operand of P V
@@ -18,10 +19,10 @@
 // In sync with: tiles.h (sizes), tiling.h (which tiles), reference.py (semantics).
 #pragma once
 
+#include "device/gemm.cuh"
 #include "device/mask.cuh"
 #include "device/nonfinite.cuh"
 #include "device/softmax.cuh"
-#include "device/tile.cuh"
 
 namespace hfb {
 
@@ -29,7 +30,7 @@ template <typename T, int kHeadDim, bool kGeneral>
 struct FwdSm80 {
   static constexpr Tile kTile = fwd_sm80_tile(kHeadDim);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.num_warps;
-  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kThreads = kWarps * 32, kRowBlocks = kBlockM / (16 * kWarps);
   static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim),
                        kKvBytes = tile_bytes(kBlockN, kHeadDim);
 };
@@ -39,6 +40,7 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
     fwd_sm80_kernel(const __grid_constant__ ForwardParams p) {
   using Config = FwdSm80<T, kHeadDim, kGeneral>;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
+  constexpr int kRowBlocks = Config::kRowBlocks;
   extern __shared__ __align__(128) char smem[];
   char* const s_v_bytes = smem + Config::kQBytes + Config::kKvBytes;
   const uint32_t s_q = smem_address(smem), s_k = s_q + Config::kQBytes,
@@ -52,7 +54,7 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
   const int64_t batch = blockIdx.x / num_m / static_cast<int>(p.heads_q);
   const int row_begin = (num_m - 1 - static_cast<int>(blockIdx.x % num_m)) * kBlockM;
   const int64_t head_kv = head / static_cast<int>(p.heads_q / p.heads_kv);
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * (16 * kRowBlocks);
   const int len_q = static_cast<int>(p.len_q), len_kv = static_cast<int>(p.len_kv);
   const int head_dim = static_cast<int>(p.head_dim), head_dim_v = static_cast<int>(p.head_dim_v);
 
@@ -76,21 +78,39 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
   if (span.first < span.last) load_k(span.last - 1);
   cp_async_commit();
 
-  // This lane's rows and what they see.
-  const int lane_row[2] = {row_begin + warp_row + lane / 4, row_begin + warp_row + lane / 4 + 8};
-  KeyRange keys[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r)
-    keys[r] = lane_row[r] < len_q ? row_keys(p, batch, lane_row[r]) : KeyRange{0, 0};
-  const ScoreRow score_row[2] = {{p, static_cast<int>(batch), head, lane_row[0]},
-                                 {p, static_cast<int>(batch), head, lane_row[1]}};
+  // Row r (0, 1) of this lane in row block mb.
+  auto lane_row = [&](int mb, int r) { return row_begin + warp_row + 16 * mb + 8 * r + lane / 4; };
   const float scale = static_cast<float>(p.scale);
 
-  OnlineSoftmax<kGeneral> softmax(scale * kLog2e);
-  float out[kHeadDim / 2];  // O [16, kHeadDim], this warp's rows
+  OnlineSoftmax<kGeneral> softmax[kRowBlocks];
 #pragma unroll
-  for (int i = 0; i < kHeadDim / 2; ++i) out[i] = 0.f;
+  for (int mb = 0; mb < kRowBlocks; ++mb) softmax[mb].to_log2 = kGeneral ? kLog2e : scale * kLog2e;
+  float out[kRowBlocks][kHeadDim / 2] = {};  // O [16, kHeadDim] a row block
   bool cleared_values = false;
+
+  // Sets the scores of key tile n that row block mb does not see to -inf; kGeneral: brings the rest
+  // to natural units and applies softcap, bias and mask.
+  auto hide_keys = [&](float (&tile_scores)[kBlockN / 2], int n, int mb) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = lane_row(mb, r);
+      const KeyRange visible = row < len_q ? row_keys(p, batch, row) : KeyRange{0, 0};
+      const ScoreRow score_row(p, static_cast<int>(batch), head, row);
+#pragma unroll
+      for (int j = 0; j < kBlockN / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int key = n * kBlockN + 8 * j + (lane & 3) * 2 + e;
+          float& score = tile_scores[4 * j + 2 * r + e];
+          if (key < visible.begin || key >= visible.end) {
+            score = -INFINITY;
+          } else if constexpr (kGeneral) {
+            score = score_row.template apply<T>(score * scale, key);
+          }
+        }
+      }
+    }
+  };
 
   auto visit_tile = [&](int n, auto masked_tag) {
     constexpr bool kMasked = decltype(masked_tag)::value;
@@ -100,21 +120,11 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
                                                     head_dim_v);
     cp_async_commit();
 
-    float scores[kBlockN / 2];  // S [16, kBlockN]
-#pragma unroll
-    for (int i = 0; i < kBlockN / 2; ++i) scores[i] = 0.f;
-#pragma unroll
-    for (int kk = 0; kk < kHeadDim; kk += 16) {
-      uint32_t a[4];
-      ldmatrix_x4(a, a_address<kBlockM>(s_q, warp_row, kk, lane));
-#pragma unroll
-      for (int j = 0; j < kBlockN / 16; ++j) {
-        uint32_t b[4];
-        ldmatrix_x4(b, b_address<kBlockN>(s_k, 16 * j, kk, lane));
-        mma_16x8x16<T>(&scores[8 * j], a, b[0], b[1]);
-        mma_16x8x16<T>(&scores[8 * j + 4], a, b[2], b[3]);
-      }
-    }
+    float scores[kRowBlocks][kBlockN / 2] = {};  // S [16, kBlockN] a row block
+    multiply<T, kHeadDim>(
+        scores,
+        [&](int kk, int mb) { return a_address<kBlockM>(s_q, warp_row + 16 * mb, kk, lane); },
+        [&](int kk, int key) { return b_address<kBlockN>(s_k, key, kk, lane); });
 
     cp_async_wait<0>();
     if constexpr (kMasked) {
@@ -127,32 +137,30 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
       cp_async_commit();
     }
 
-    if constexpr (kMasked) {
 #pragma unroll
-      for (int i = 0; i < kBlockN / 2; ++i) {
-        const int r = (i >> 1) & 1, key = n * kBlockN + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
-        const bool visible = key >= keys[r].begin && key < keys[r].end;
-        if constexpr (kGeneral) {
-          scores[i] = visible ? score_row[r].template apply<T>(scores[i] * scale, key) : -INFINITY;
-        } else if (!visible) {
-          scores[i] = -INFINITY;
-        }
-      }
+    for (int mb = 0; mb < kRowBlocks; ++mb) {
+      if constexpr (kMasked) hide_keys(scores[mb], n, mb);
+      softmax[mb].update(scores[mb], out[mb]);
     }
-    softmax.update(scores, out);
 
 #pragma unroll
     for (int kk = 0; kk < kBlockN / 16; ++kk) {
-      const uint32_t a[4] = {pack2<T>(scores[8 * kk], scores[8 * kk + 1]),
-                             pack2<T>(scores[8 * kk + 2], scores[8 * kk + 3]),
-                             pack2<T>(scores[8 * kk + 4], scores[8 * kk + 5]),
-                             pack2<T>(scores[8 * kk + 6], scores[8 * kk + 7])};
+      uint32_t a[kRowBlocks][4];  // P [16, 16]: the accumulator layout is the A operand's
+#pragma unroll
+      for (int mb = 0; mb < kRowBlocks; ++mb)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          a[mb][i] = pack2<T>(scores[mb][8 * kk + 2 * i], scores[mb][8 * kk + 2 * i + 1]);
+        }
 #pragma unroll
       for (int j = 0; j < kHeadDim / 16; ++j) {
         uint32_t b[4];
         ldmatrix_x4_trans(b, b_trans_address<kBlockN>(s_v, 16 * kk, 16 * j, lane));
-        mma_16x8x16<T>(&out[8 * j], a, b[0], b[1]);
-        mma_16x8x16<T>(&out[8 * j + 4], a, b[2], b[3]);
+#pragma unroll
+        for (int mb = 0; mb < kRowBlocks; ++mb) {
+          mma_16x8x16<T>(&out[mb][8 * j], a[mb], b[0], b[1]);
+          mma_16x8x16<T>(&out[mb][8 * j + 4], a[mb], b[2], b[3]);
+        }
       }
     }
   };
@@ -176,16 +184,22 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
     }
   }
 
-  // Epilogue: O / l through this warp's own Q rows (no other warp reads them), then 16-byte stores.
-  float inverse_sum[2], lse[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    inverse_sum[r] = softmax.finish(r, lse[r]);
-    if (lane % 4 == 0 && lane_row[r] < len_q) g_lse[lane_row[r]] = lse[r];
-  }
+  // Epilogue: O / l through this warp's own Q rows (no other warp reads them), 16-byte stores.
   cp_async_wait<0>();
   __syncthreads();  // no tile visited: Q's copy may still be in flight
-  store_accumulator<T, kBlockM>(smem, out, warp_row, 0, lane, inverse_sum[0], inverse_sum[1]);
+#pragma unroll
+  for (int mb = 0; mb < kRowBlocks; ++mb) {
+    float inverse_sum[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float lse;
+      inverse_sum[r] = softmax[mb].finish(r, lse);
+      const int row = lane_row(mb, r);
+      if (lane % 4 == 0 && row < len_q) g_lse[row] = lse;
+    }
+    store_accumulator<T, kBlockM>(smem, out[mb], warp_row + 16 * mb, 0, lane, inverse_sum[0],
+                                  inverse_sum[1]);
+  }
   const bool restore = __syncthreads_or(cleared_values);
   store_tile<T, kBlockM, kHeadDim, kThreads>(smem, g_out, p.out.stride_row, row_begin, len_q,
                                              head_dim_v);

@@ -78,6 +78,13 @@ struct ScoreRow {
     }
   }
 
+  // d softcap(score) / d score.
+  __device__ __forceinline__ float softcap_slope(float score) const {
+    if (softcap == 0.f) return 1.f;
+    const float t = tanhf(score / softcap);
+    return 1.f - t * t;
+  }
+
   // Key key is inside the row's range. Returns the score, -inf where the mask or a -inf bias hides
   // the key.
   template <typename T>

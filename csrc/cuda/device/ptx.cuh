@@ -87,16 +87,14 @@ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 // Adds four fp32 to 16-byte aligned global memory, one transaction from sm_90 on.
-__device__ __forceinline__ void red_add_4(float* g_dst, float a, float b, float c, float d) {
+__device__ __forceinline__ void red_add_4(float* g_dst, const float* x) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(g_dst), "f"(a), "f"(b), "f"(c),
-               "f"(d)
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(g_dst), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
                : "memory");
 #else
-  atomicAdd(g_dst, a);
-  atomicAdd(g_dst + 1, b);
-  atomicAdd(g_dst + 2, c);
-  atomicAdd(g_dst + 3, d);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) atomicAdd(g_dst + i, x[i]);
 #endif
 }
 

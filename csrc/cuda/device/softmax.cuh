@@ -24,10 +24,7 @@ template <bool kScaled>
 struct OnlineSoftmax {
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.f, 0.f};  // this lane's columns only, until finish()
-  float to_log2;
-
-  __device__ __forceinline__ explicit OnlineSoftmax(float scale_to_log2)
-      : to_log2(kScaled ? kLog2e : scale_to_log2) {}
+  float to_log2;                  // log2(e), times scale unless the scores already carry it
 
   __device__ __forceinline__ float exponential(float score, float m, float m_log2) const {
     return kScaled ? exp2_approx((score - m) * to_log2)
