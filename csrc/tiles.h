@@ -34,7 +34,7 @@ struct Tile {
   int smem_bytes;  // dynamic shared memory
 };
 
-// fwd_sm80: Q + K + V, one stage each; a warp has 16 rows. Four warps of 32 rows halve the reads of K
+// fwd_sm80: Q + K + V, one stage each; 16 rows a warp. Four warps of 32 rows halve the reads of K
 // and V from shared memory but spill 80 to 260 bytes a thread at head dims 64 to 128 (nvcc 13.0).
 // Every tile stays below 99 KiB, the limit of sm_86, sm_89 and sm_120.
 constexpr Tile fwd_sm80_tile(int head_dim) {

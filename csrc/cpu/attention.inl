@@ -2,9 +2,9 @@
 //
 //   forward  one block of rows: online softmax over the key blocks.  FA2, arXiv:2307.08691, Alg. 1
 //   dq       one block of rows:  dq = scale * sum over keys dS K.         FA2, Alg. 2, rows outside
-//   dkv      one block of keys:  dv = sum P^T dO, dk = scale * sum dS^T Q over rows and heads of the
-//            group. Scores are computed in dq and again in dkv (7 products instead of 5): no sums
-//            across threads, so the result is the same bits for every number of threads.
+//   dkv      one block of keys:  dv = sum P^T dO, dk = scale * sum dS^T Q over the rows and
+//            heads of the group. Scores are computed in dq and again in dkv (7 products instead of
+//            5): no sums across threads, so every number of threads gives the same bits.
 // P, dS and all sums are in the compute type (fp32 for fp16 and bf16); outputs are rounded once.
 
 template <typename T>
