@@ -1,0 +1,149 @@
+"""The ops on the CPU, and what does not depend on a device: schema, fakes, autograd, compile."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from op_checks import check_case, check_hidden_nan, grid
+
+from hf_flash_backend import attention, ops, trace
+from hf_flash_backend.reference import attention_fp64
+
+CASES = grid(("fp32", "bf16", "fp64", "fp16"), 84)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_accuracy(case):
+    check_case(case, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["causal", "padding", "mask", "bias", "rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_in_hidden_keys(dtype, kind):
+    check_hidden_nan("cpu", dtype, kind)
+
+
+def test_visible_nan_and_inf_reach_exactly_the_rows_that_see_them():
+    q, k, v = (torch.randn(1, 1, 70, 8) for _ in range(3))
+    v[0, 0, 40, 3], v[0, 0, 50, 5] = float("nan"), float("inf")
+    out = attention(q, k, v, is_causal=True)
+    truth, _ = attention_fp64(q, k, v, is_causal=True)
+    assert torch.equal(torch.isnan(out), torch.isnan(truth))
+    assert torch.equal(torch.isinf(out), torch.isinf(truth))
+
+
+def test_threads_do_not_change_a_bit():
+    def run(threads):
+        torch.set_num_threads(threads)
+        inputs = [torch.randn(2, h, 300, 40, generator=g).requires_grad_() for h in (6, 2, 2)]
+        out = attention(*inputs, is_causal=True)
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+    before = torch.get_num_threads()
+    try:
+        g = torch.Generator().manual_seed(0)
+        one = run(1)
+        g = torch.Generator().manual_seed(0)
+        two = run(2)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def sample(dtype=torch.float32, requires_grad=True):
+    g = torch.Generator().manual_seed(4)
+    return [
+        torch.randn(2, h, n, 8, generator=g, dtype=dtype).requires_grad_(requires_grad)
+        for h, n in ((4, 5), (2, 7), (2, 7))
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"window_right": 0}, {"mask": torch.rand(2, 1, 5, 7) > 0.3}, {"softcap": 5.0}],
+    ids=["full", "causal", "mask", "softcap"],
+)
+def test_opcheck(arguments):
+    q, k, v = sample()
+    mask = arguments.pop("mask", None)
+    torch.library.opcheck(
+        torch.ops.hf_flash_backend.forward.default, (q, k, v, mask), dict(scale=0.3, **arguments)
+    )
+    out, lse = ops.forward(q, k, v, scale=0.3, mask=mask, **arguments)
+    detached = [t.detach() for t in (torch.randn_like(out), lse, q, k, v, out, lse)]
+    torch.library.opcheck(
+        torch.ops.hf_flash_backend.backward.default, (*detached, mask), dict(scale=0.3, **arguments)
+    )
+
+
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True}, {"window": (2, 1)}], ids=str)
+def test_gradcheck(arguments):
+    inputs = sample(torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda *t: attention(*t, return_lse=True, **arguments), inputs, atol=1e-7
+    )
+
+
+def test_compile_fullgraph_forward_and_backward():
+    def loss(q, k, v, mask):
+        return attention(q, k, v, mask=mask, is_causal=True).square().sum()
+
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[0, :2] = False
+    with trace() as calls:
+        eager = torch.autograd.grad(loss(*(inputs := sample()), mask), inputs)
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        ours = torch.autograd.grad(compiled(*(inputs := sample()), mask), inputs)
+    for a, b in zip(eager, ours, strict=True):
+        torch.testing.assert_close(a, b)
+    assert [c["op"] for c in calls] == ["forward", "backward"] * 2
+
+
+def test_compile_does_not_recompile_for_every_length():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q: attention(q, q, q, is_causal=True), backend=counter)
+    for length in range(5, 15):
+        compiled(torch.randn(1, 2, length, 8))
+    assert counter.frame_count <= 2
+
+
+def test_expanded_dout_and_lse_gradient_alone():
+    inputs = sample()
+    out, lse = attention(*inputs, return_lse=True)
+    truth, truth_lse = attention_fp64(*inputs)
+    for ours, want in ((out.sum(), truth.sum()), (lse.sum(), truth_lse.sum())):
+        got = torch.autograd.grad(ours, inputs[:2], retain_graph=True)
+        ref = torch.autograd.grad(want, inputs[:2], retain_graph=True)
+        for a, b in zip(got, ref, strict=True):
+            torch.testing.assert_close(a, b.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_double_backward_is_refused_by_name():
+    inputs = sample()
+    grads = torch.autograd.grad(attention(*inputs).sum(), inputs, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        torch.autograd.grad(grads[0].sum(), inputs)
+
+
+def test_empty_problems():
+    q = torch.randn(0, 2, 5, 8)
+    assert attention(q, q, q).shape == (0, 2, 5, 8)
+    q, k = torch.randn(1, 2, 3, 8, requires_grad=True), torch.randn(1, 2, 0, 8)
+    out, lse = attention(q, k, k, return_lse=True)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+    assert (torch.autograd.grad(out.sum(), q)[0] == 0).all()
+
+
+def test_extra_memory_is_linear_in_the_length():
+    """8,192 keys: eager needs 256 MiB of scores a head; a fresh process grows by a few."""
+    script = (
+        "import resource, torch; from hf_flash_backend import attention;"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024;"
+        "q = torch.randn(1, 1, 8192, 64); attention(q[:, :, :64], q[:, :, :64], q[:, :, :64]);"
+        "before = peak(); attention(q, q, q, is_causal=True); print(peak() - before)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 32  # MiB

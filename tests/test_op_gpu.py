@@ -1,0 +1,131 @@
+"""The CUDA kernels: the cases of the CPU, and streams, graphs, sizes past one tile."""
+
+import pytest
+import torch
+from op_checks import HEAD_DIMS, Case, check_case, check_hidden_nan, grid
+
+from hf_flash_backend import attention, support, trace
+
+pytestmark = pytest.mark.gpu
+
+CASES = grid(("bf16", "fp16"), 168)
+LONG = [
+    Case(dtype=dtype, B=1, Hq=4, Hkv=2, Lq=Lq, Lk=Lk, D=D, Dv=D, kind=kind)
+    for dtype, D in (("bf16", 64), ("fp16", 128), ("bf16", 256))
+    for Lq, Lk in ((1024, 1023), (799, 1500))
+    for kind in ("full", "causal", "window", "padding", "rows")
+]
+EVERY_HEAD_DIM = [Case(dtype="bf16", D=D, Dv=D, kind="causal", Lq=200, Lk=200) for D in HEAD_DIMS]
+
+
+@pytest.mark.parametrize("case", CASES + LONG + EVERY_HEAD_DIM, ids=lambda c: c.id)
+def test_accuracy(case):
+    check_case(case, "cuda")
+
+
+@pytest.mark.parametrize("kind", ["causal", "padding", "mask", "bias", "rows"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_nan_in_hidden_keys(dtype, kind):
+    check_hidden_nan("cuda", dtype, kind)
+
+
+def tensors(length=300, dtype=torch.bfloat16, heads=(4, 2), dim=64):
+    hq, hkv = heads
+    return [torch.randn(2, h, length, dim, device="cuda", dtype=dtype) for h in (hq, hkv, hkv)]
+
+
+def test_forward_is_bitwise_reproducible():
+    q, k, v = tensors()
+    first = attention(q, k, v, is_causal=True)
+    assert all(torch.equal(first, attention(q, k, v, is_causal=True)) for _ in range(10))
+
+
+def test_side_stream():
+    q, k, v = tensors(1000)
+    expected = attention(q, k, v, is_causal=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = q * 1.0  # the kernel must wait for this on the same stream
+        ours = attention(late, k, v, is_causal=True)
+    stream.synchronize()
+    assert torch.equal(ours, expected)
+
+
+def test_two_shapes_back_to_back_do_not_share_state():
+    a, b = tensors(333), tensors(65, heads=(8, 1), dim=128)
+    alone = [attention(*t, is_causal=True) for t in (a, b)]
+    for _ in range(3):
+        assert torch.equal(attention(*a, is_causal=True), alone[0])
+        assert torch.equal(attention(*b, is_causal=True), alone[1])
+
+
+def test_cuda_graph_replays_forward_and_backward_on_new_inputs():
+    inputs = [t.requires_grad_() for t in tensors(200)]
+
+    def step():
+        out = attention(*inputs, is_causal=True)
+        return out, *torch.autograd.grad(out.float().square().sum(), inputs)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for t in inputs:
+            t.copy_(torch.randn_like(t))
+    graph.replay()
+    fresh = step()
+    assert torch.equal(captured[0], fresh[0])
+    for a, b in zip(captured[1:], fresh[1:], strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+def test_compile_inductor_forward_and_backward():
+    def loss(q, k, v):
+        return attention(q, k, v, is_causal=True).float().square().sum()
+
+    inputs = [t.requires_grad_() for t in tensors(128)]
+    eager = torch.autograd.grad(loss(*inputs), inputs)
+    ours = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*inputs), inputs)
+    for a, b in zip(eager, ours, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+def test_opcheck():
+    q, k, v = (t.requires_grad_() for t in tensors(20))
+    torch.library.opcheck(
+        torch.ops.hf_flash_backend.forward.default, (q, k, v), dict(scale=0.1, window_right=0)
+    )
+
+
+def test_trace_names_the_kernels_and_tiles():
+    inputs = [t.requires_grad_() for t in tensors(70, dim=80)]
+    with trace() as calls:
+        attention(*inputs).sum().backward()
+    assert [c["kernel"] for c in calls] == ["fwd_sm80", "bwd_sm80"]
+    assert calls[0]["compiled_head_dim"] == 96 and calls[0]["block_m"] == 128
+
+
+def test_what_the_device_cannot_do_is_refused_by_name():
+    q = torch.randn(1, 1, 8, 64, device="cuda")
+    with pytest.raises(NotImplementedError, match="dtype fp32 is not supported on CUDA"):
+        attention(q, q, q)
+    q = torch.randn(1, 1, 8, 264, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="head_dim 264 is not supported on CUDA"):
+        attention(q, q, q)
+    q = torch.randn(1, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="expected one device"):
+        attention(q, q.cpu(), q)
+    assert support.why_not(head_dim=64, device="cuda") is None
+
+
+@pytest.mark.parametrize("D", [96, 128, 192, 256])
+def test_small_shared_memory_backward_tiles_are_planned(D):
+    facts = dict(support.device_facts("cuda"), smem_optin_bytes=101376)
+    plan = support.explain(shape=(1, 1, 1, 128, 128, D, D), device=facts, direction="backward")
+    assert plan["smem_bytes"] <= 101376
