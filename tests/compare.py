@@ -8,7 +8,7 @@ LSE_ULPS = 8
 
 # fp32 and fp64 keep the error of flash attention itself: backward recomputes P from the rounded lse
 # and takes delta from the rounded out, where eager keeps P. In fp16 and bf16 that is invisible.
-RECOMPUTE_ULPS = {torch.float32: (16, 2), torch.float64: (64, 8)}  # of max |truth|: max, mean error
+RECOMPUTE_ULPS = {torch.float32: (32, 2), torch.float64: (64, 8)}  # of max |truth|: max, mean error
 
 
 def _rounding_floor(truth: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
