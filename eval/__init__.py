@@ -1,1 +1,3 @@
-"""Evaluation of hf_flash_backend: runs models end to end and renders the recorded results. See `python -m eval --help`."""
+"""Evaluation of hf_flash_backend: runs models end to end and renders the recorded results. See
+`python -m eval --help`.
+"""

@@ -136,7 +136,7 @@ def run_demo() -> int:
         model="gpt2-mini",
         implementations=tuple(IMPLEMENTATIONS.split(",")),
         dataset=("stdlib",),
-        context=256,
+        context=1024,
         tokens=8192,
         command="python -m eval demo",
     )

@@ -1,8 +1,10 @@
-"""Texts to train and evaluate on: documents, their hashes, disjoint splits, token streams and windows.
+"""Texts to train and evaluate on: documents, their hashes, disjoint splits, token streams and
+windows.
 
-A dataset is named by `stdlib` (the Python standard library's sources, always at hand), by text files, or by a Hub
-dataset `id[:config]`. Documents are hashed (sha256 of the text with trailing white space removed); a model trained
-here carries the hashes of its training documents, and `refuse_overlap` keeps them out of any evaluation.
+A dataset is named by `stdlib` (the Python standard library's sources, always at hand), by text
+files, or by a Hub dataset `id[:config]`. Documents are hashed (sha256 of the text with trailing
+white space removed); a model trained here carries the hashes of its training documents, and
+`refuse_overlap` keeps them out of any evaluation.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Document:
 
     @property
     def sha256(self) -> str:
-        """Hash of the text up to trailing white space and line ends, so that such a copy still counts as one."""
+        """Hash of the text up to trailing white space and line ends, so that such a copy still
+        counts as one.
+        """
         normal = "\n".join(line.rstrip() for line in self.text.strip().splitlines())
         return hashlib.sha256(normal.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -61,7 +65,9 @@ def drop_duplicates(documents: Iterable[Document]) -> list[Document]:
 
 
 def split_of(name: str) -> str:
-    """ "train" or "validation" by a hash of the first path component, so that a package is never divided."""
+    """ "train" or "validation" by a hash of the first path component, so that a package is never
+    divided.
+    """
     component = name.split("/", 1)[0].removesuffix(".py")
     number = int.from_bytes(hashlib.sha256(component.encode()).digest()[:8], "big")
     return "validation" if number % VALIDATION_SHARE == 0 else "train"
@@ -127,7 +133,9 @@ def load(names: Sequence[str], split: str | None, *, default_split: str) -> Corp
 
 
 def _hub(name: str, split: str) -> list[str]:
-    """The `text` column, every row, empty ones too: published figures are of all rows joined by a blank line."""
+    """The `text` column, every row, empty ones too: published figures are of all rows joined by a
+    blank line.
+    """
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -146,7 +154,9 @@ def _hub(name: str, split: str) -> list[str]:
 
 
 def write_manifest(folder: Path, corpus: Corpus, inherited: dict[str, Any] | None = None) -> None:
-    """Writes the hashes of the training documents beside the model, with those of the model it started from."""
+    """Writes the hashes of the training documents beside the model, with those of the model it
+    started from.
+    """
     hashes = {d.sha256 for d in corpus.documents if d.text.strip()}
     hashes.update(inherited["sha256"] if inherited else ())
     manifest = {
@@ -159,7 +169,9 @@ def write_manifest(folder: Path, corpus: Corpus, inherited: dict[str, Any] | Non
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a model folder; None for a model not trained here (a Hub id, a converted file)."""
+    """The manifest of a model folder; None for a model not trained here (a Hub id, a converted
+    file).
+    """
     path = folder / MANIFEST
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
@@ -179,7 +191,8 @@ def refuse_overlap(corpus: Corpus, manifest: dict[str, Any] | None, model: str) 
 
 
 def token_stream(corpus: Corpus, tokenizer: Any, limit: int | None) -> np.ndarray:
-    """The corpus as one stream of token ids [tokens] int64 by JOIN_RULE, cut to `limit` tokens if given.
+    """The corpus as one stream of token ids [tokens] int64 by JOIN_RULE, cut to `limit` tokens if
+    given.
 
     Only as many whole documents as the limit needs are tokenised.
     """
@@ -218,9 +231,10 @@ class Window:
 def windows(tokens: int, context: int, stride: int, *, has_bos: bool) -> list[Window]:
     """Windows over a stream of `tokens` tokens; no position is scored twice.
 
-    A window feeds at most `context` tokens, BOS included, and the next begins `stride` positions later. Without BOS a
-    window's first token has nothing before it and is scored only by an earlier window that overlaps (stride < context):
-    the first window has context - 1 targets, later ones `stride` (context - 1 if stride equals context).
+    A window feeds at most `context` tokens, BOS included, and the next begins `stride` positions
+    later. Without BOS a window's first token has nothing before it and is scored only by an earlier
+    window that overlaps (stride < context): the first window has context - 1 targets, later ones
+    `stride` (context - 1 if stride equals context).
     """
     length = context - has_bos
     if not 1 <= stride <= length:

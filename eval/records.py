@@ -1,7 +1,8 @@
 """Result records: one JSON object per line, appended to eval/results/*.jsonl and never edited.
 
-One record is one number (`metric`, `unit`, `value`) of one implementation in one run. `FIELDS` is the whole schema.
-Only records of a clean checkout (`dirty` false) reach the README; eval/report.py renders them.
+One record is one number (`metric`, `unit`, `value`) of one implementation in one run. `FIELDS` is
+the whole schema. Only records of a clean checkout (`dirty` false) reach the README; eval/report.py
+renders them.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """All records of the folder's *.jsonl files, in file order; a line that breaks the schema is an error."""
+    """All records of the folder's *.jsonl files, in file order; a line that breaks the schema is an
+    error.
+    """
     records = []
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -134,7 +137,9 @@ def provenance(root: Path = ROOT, stated_commit: str | None = None) -> tuple[str
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the numbers were measured on. `device` is "cpu" or "cuda"; the GPU keys are None on a CPU."""
+    """What the numbers were measured on. `device` is "cpu" or "cuda"; the GPU keys are None on a
+    CPU.
+    """
     import torch
 
     try:
@@ -180,7 +185,9 @@ def _driver_version() -> str | None:
 
 
 def portable_command(argv: Sequence[str], root: Path = ROOT) -> str:
-    """The command line without paths of this machine: inside the repository relative, elsewhere the last name."""
+    """The command line without paths of this machine: inside the repository relative, elsewhere the
+    last name.
+    """
 
     def portable(word: str) -> str:
         option, equals, path = word.rpartition("=")

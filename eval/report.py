@@ -1,7 +1,9 @@
-"""Tables in Markdown files, rendered from the records: the text between `<!-- eval:begin NAME -->` and `<!-- eval:end NAME -->`.
+"""Tables in Markdown files, rendered from the records: the text between `<!-- eval:begin NAME -->`
+and `<!-- eval:end NAME -->`.
 
-NAME is a table of TABLES, optionally narrowed to a device: `perplexity`, `perplexity:cpu`, `perplexity:cuda`. Only records of
-clean checkouts are shown, and of each case only the newest run, so that a table's rows belong together.
+NAME is a table of TABLES, optionally narrowed to a device: `perplexity`, `perplexity:cpu`,
+`perplexity:cuda`. Only records of clean checkouts are shown, and of each case only the newest run,
+so that a table's rows belong together.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ NOTHING = "_No clean records yet._\n"
 
 
 def newest_clean_runs(records: Sequence[Record]) -> list[list[Record]]:
-    """The records with dirty false, grouped by case id in order of id; of each id only the newest run's."""
+    """The records with dirty false, grouped by case id in order of id; of each id only the newest
+    run's.
+    """
     newest: dict[str, tuple[str, str]] = {}
     clean = [record for record in records if not record["dirty"]]
     for record in clean:  # file order decides between runs of the same second
@@ -35,7 +39,9 @@ def newest_clean_runs(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def perplexity_table(records: Sequence[Record]) -> str:
-    """One table per case: a line that says what was measured and where, then a row per implementation."""
+    """One table per case: a line that says what was measured and where, then a row per
+    implementation.
+    """
     chosen = [record for record in records if record["id"].startswith("perplexity-")]
     parts = []
     for run in newest_clean_runs(chosen):
@@ -47,7 +53,8 @@ def perplexity_table(records: Sequence[Record]) -> str:
             f"scored, context {case['context']}, stride {case['stride']}, batch {case['batch_size']}, "
             f"BOS {case['bos']}; {case['join']}; torch {machine['torch']}, transformers "
             f"{machine['transformers']}, commit {first['commit'][:12]}, {first['when_utc'][:10]}.\n\n"
-            "| implementation | perplexity | ΔNLL/token vs fp32 eager | peak MiB above weights | tokens/s | kernel calls | verified |\n"
+            "| implementation | perplexity | ΔNLL/token vs fp32 eager "
+            "| peak MiB above weights | tokens/s | kernel calls | verified |\n"
             "|---|---:|---:|---:|---:|---:|---|\n"
         )
         for impl in dict.fromkeys(record["impl"] for record in run):

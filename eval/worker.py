@@ -1,8 +1,10 @@
-"""One implementation of one model, scored in a process of its own: `python -m eval.worker JOB.json`.
+"""One implementation of one model, scored in a process of its own: `python -m eval.worker
+JOB.json`.
 
-eval/perplexity.py writes the job (see Job) and the token stream, starts one such process per implementation, and reads
-`result` (JSON) and `nll` (float64 [targets], one negative log-likelihood per scored token in nats) back. A process of
-its own means that no implementation inherits another's caches, memory peak or registration.
+eval/perplexity.py writes the job (see Job) and the token stream, starts one such process per
+implementation, and reads `result` (JSON) and `nll` (float64 [targets], one negative log-likelihood
+per scored token in nats) back. A process of its own means that no implementation inherits another's
+caches, memory peak or registration.
 """
 
 from __future__ import annotations
@@ -74,10 +76,12 @@ def batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]
 
 
 class ChunkedHead:
-    """Logits of some rows of hidden states, so that the [tokens, vocabulary] logits never exist at once.
+    """Logits of some rows of hidden states, so that the [tokens, vocabulary] logits never exist at
+    once.
 
-    Does what the known causal models do after their body: the output matrix, then Granite's division or Cohere's
-    multiplication, then Gemma's cap. `matches` tells whether that is all this model does.
+    Does what the known causal models do after their body: the output matrix, then Granite's
+    division or Cohere's multiplication, then Gemma's cap. `matches` tells whether that is all this
+    model does.
     """
 
     def __init__(self, model: Any):
@@ -107,7 +111,9 @@ class ChunkedHead:
         return logits
 
     def matches(self, ids: torch.Tensor) -> bool:
-        """Whether the chunks give the model's own logits for ids [1, length], up to rounding of the matrix product."""
+        """Whether the chunks give the model's own logits for ids [1, length], up to rounding of the
+        matrix product.
+        """
         if self.matrix is None or self.body is self.model:
             return False
         own = self.model(input_ids=ids, use_cache=False).logits[0]
@@ -121,7 +127,9 @@ class ChunkedHead:
 
 
 def token_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """-log softmax(logits)[target] in nats: logits [rows, vocabulary], targets int64 [rows] -> fp32 [rows]."""
+    """-log softmax(logits)[target] in nats: logits [rows, vocabulary], targets int64 [rows] -> fp32
+    [rows].
+    """
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
@@ -140,10 +148,12 @@ def score(
     Args:
         tokens: int64 [stream], on the CPU.
         bos: put before every window, or None.
-        is_chunked: False takes the model's own logits, for models whose head ChunkedHead does not know.
+        is_chunked: False takes the model's own logits, for models whose head ChunkedHead does not
+            know.
         progress: told the number of tokens fed after each batch.
 
-    Returns: float64 [targets] nats in the order of the windows, tokens per second of each batch, forwards.
+    Returns: float64 [targets] nats in the order of the windows, tokens per second of each batch,
+    forwards.
     """
     device = next(head.model.parameters()).device
     lead = 0 if bos is None else 1
@@ -176,7 +186,9 @@ def score(
 
 
 class PeakMemory:
-    """Peak memory above what is held at `reset`: torch's allocator on CUDA, the process's resident set on a CPU."""
+    """Peak memory above what is held at `reset`: torch's allocator on CUDA, the process's resident
+    set on a CPU.
+    """
 
     def __init__(self, device: str):
         self.is_cuda = device == "cuda"

@@ -4,11 +4,12 @@
         --attn-implementation hf_fused --steps 200 --output runs/mine
     accelerate launch examples/finetune.py …            # several GPUs
 
-The loop stops after --steps. A loss or gradient that is not finite, or a loss far above the recent ones, rolls the model
-and the optimiser back to the last good checkpoint, halves the learning rate and draws new batches; after
---max-rollbacks of them it gives up and says so. The output folder holds the model, metadata.json (seeds, versions,
-command, losses, rollbacks) and train_manifest.json, the hashes of the training documents, which
-`python -m eval perplexity` refuses to evaluate on.
+The loop stops after --steps. A loss or gradient that is not finite, or a loss far above the recent
+ones, rolls the model and the optimiser back to the last good checkpoint, halves the learning rate
+and draws new batches; after --max-rollbacks of them it gives up and says so. The output folder
+holds the model, metadata.json (seeds, versions, command, losses, rollbacks) and
+train_manifest.json, the hashes of the training documents, which `python -m eval perplexity` refuses
+to evaluate on.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def learning_rate_at(step: int, steps: int, peak: float) -> float:
 
 
 def fault(loss: float, losses: Sequence[float], spike_factor: float) -> str | None:
-    """Why a step with this loss must not be taken, or None. A spike needs a full history to be judged by."""
+    """Why a step with this loss must not be taken, or None. A spike needs a full history to be
+    judged by.
+    """
     if not math.isfinite(loss):
         return f"loss is {loss}"
     recent = losses[-LOSS_HISTORY:]
@@ -94,7 +97,9 @@ def fault(loss: float, losses: Sequence[float], spike_factor: float) -> str | No
 
 
 def random_batch(tokens: np.ndarray, settings: Settings, *draw: int) -> torch.Tensor:
-    """[batch, context] int64, sequences at random offsets of the stream [tokens]; a function of the seed and `draw`."""
+    """[batch, context] int64, sequences at random offsets of the stream [tokens]; a function of the
+    seed and `draw`.
+    """
     random = np.random.default_rng((settings.seed, *draw))
     starts = random.integers(0, len(tokens) - settings.context + 1, settings.batch_size)
     return torch.from_numpy(np.stack([tokens[s : s + settings.context] for s in starts]))
@@ -109,11 +114,14 @@ def train(
     checkpoint: Path,
     on_step: Callable[[int, float, float], None] = lambda step, loss, rate: None,
 ) -> History:
-    """Runs the loop; `model` and `optimizer` are prepared by `accelerator` and end at the last step's state.
+    """Runs the loop; `model` and `optimizer` are prepared by `accelerator` and end at the last
+    step's state.
 
-    A checkpoint is written before a step is taken, when its loss has just shown the weights to be good.
+    A checkpoint is written before a step is taken, when its loss has just shown the weights to be
+    good.
 
-    Raises: TrainingDiverged after settings.max_rollbacks rollbacks; the model is then at its last good checkpoint.
+    Raises: TrainingDiverged after settings.max_rollbacks rollbacks; the model is then at its last
+    good checkpoint.
     """
     history = History()
     good_step, scale, step = 0, 1.0, 0
@@ -287,7 +295,9 @@ def finetune(options: argparse.Namespace, command: list[str]) -> int:
 
 
 def training_stream(corpus: data.Corpus, tokenizer: Any) -> np.ndarray:
-    """All documents tokenised one by one (in parallel), joined as in data.JOIN_RULE: [tokens] int64."""
+    """All documents tokenised one by one (in parallel), joined as in data.JOIN_RULE: [tokens]
+    int64.
+    """
     texts = [document.text + data.JOIN for document in corpus.documents]
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return np.concatenate([np.asarray(row, dtype=np.int64) for row in ids])
