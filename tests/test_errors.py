@@ -1,0 +1,204 @@
+"""Every error names the argument, what it got, what was expected and what to do."""
+
+import re
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_flash_backend import attention, explain, ops, support, why_not
+
+H200 = {
+    "is_cuda": 1,
+    "sm": 90,
+    "smem_optin_bytes": 232448,
+    "driver_version": 13000,
+    "runtime_version": 13000,
+}
+Q = torch.zeros(1, 4, 3, 8)
+KV = torch.zeros(1, 2, 3, 8)
+
+WRONG_TENSORS = {
+    "3-D": (Q[0], KV, KV, "q, k, v: got 3-D, 4-D and 4-D tensors, expected 4-D"),
+    "dtype": (
+        Q.int(), KV.int(), KV.int(),
+        "q dtype: got Int, expected Half, BFloat16, Float or Double. Cast q, k and v",
+    ),
+    "mixed dtypes": (Q, KV.double(), KV, "k: got dtype Double, expected the dtype of q, Float."),
+    "head_dim 7": (
+        Q[..., :7], KV[..., :7], KV[..., :7],
+        "head_dim: got 7, expected a positive multiple of 8; pad q, k and v with zeros.",
+    ),
+    "head_dim of k": (Q, KV.repeat(1, 1, 1, 2), KV, "k head_dim: got 16, expected the head_dim of q, 8."),
+    "heads": (Q[:, :3], KV, KV, "k heads: got 2, expected a divisor of the 3 heads of q."),
+    "batch": (Q, KV.repeat(2, 1, 1, 1), KV, "k, v batch: got 2 and 1, expected the batch of q, 1."),
+    "length of v": (Q, KV, KV[:, :, :2], "v: got shape [1, 2, 2, 8], expected the heads and length"),
+    "devices": (Q, KV.to("meta"), KV, "q, k, v: got devices cpu, meta and cpu, expected one device."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_TENSORS)
+def test_wrong_tensors(name):
+    q, k, v, text = WRONG_TENSORS[name]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        attention(q, k, v)
+
+
+WRONG_ARGUMENTS = {
+    "mask shape": (
+        dict(mask=torch.ones(1, 1, 3, 4) > 0),
+        "mask: got shape [1, 1, 3, 4], expected [1",
+    ),
+    "mask rank": (
+        dict(mask=torch.ones(3, 3, 3) > 0),
+        "mask: got 3-D shape [3, 3, 3], expected 4-D",
+    ),
+    "mask dtype": (dict(mask=torch.ones(1, 3, dtype=torch.int64)), "mask: got dtype torch.int64"),
+    "window": (
+        dict(window=(-2, 0)),
+        "window_left: got -2, expected None (unlimited) or at least 0.",
+    ),
+    "softcap": (dict(softcap=-1.0), "softcap: got -1.0"),
+    "row_start dtype": (
+        dict(row_start=torch.zeros(1, 3)),
+        "row_start: got dtype Float, expected Int.",
+    ),
+    "row_end shape": (
+        dict(row_end=torch.zeros(1, 4, dtype=torch.int32)),
+        "row_end: got shape [1, 4], expected [1 or 1, 1 or 3].",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_wrong_arguments(name):
+    arguments, text = WRONG_ARGUMENTS[name]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        attention(Q, KV, KV, **arguments)
+
+
+UNIMPLEMENTED = {
+    "query_offsets": torch.zeros(1, dtype=torch.int32),
+    "sinks": torch.zeros(4),
+    "alibi_slopes": torch.zeros(4),
+    "cu_seqlens_q": torch.zeros(2, dtype=torch.int32),
+    "block_table": torch.zeros(1, 1, dtype=torch.int32),
+    "tile_map": torch.zeros(1, dtype=torch.uint8),
+    "dropout_seed": torch.zeros(2, dtype=torch.int64),
+    "dropout_p": 0.1,
+    "num_splits": 3,
+}
+
+
+@pytest.mark.parametrize("name", UNIMPLEMENTED)
+def test_unimplemented_arguments_are_refused_by_name(name):
+    shown = re.sub(r"(_q|_seed|_p)$", "", name)
+    with pytest.raises(NotImplementedError, match=f"{shown} is not implemented yet. Leave it out"):
+        ops.forward(Q, KV, KV, scale=1.0, **{name: UNIMPLEMENTED[name]})
+    with pytest.raises(RuntimeError, match=f"{shown}.* is not implemented"):
+        torch.ops.hf_flash_backend.forward(Q, KV, KV, scale=1.0, **{name: UNIMPLEMENTED[name]})
+
+
+def test_gradient_of_bias_is_refused():
+    bias = torch.zeros(1, 4, 3, 3, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="the gradient of bias is not implemented"):
+        attention(Q, KV, KV, bias=bias)
+
+
+UNUSABLE = {
+    "old GPU": (
+        dict(device=dict(H200, sm=75)),
+        "the GPU has compute capability 7.5, expected 8.0 or newer. Use attn_implementation=",
+    ),
+    "old driver": (
+        dict(device=dict(H200, driver_version=12080)),
+        "the NVIDIA driver is older than the CUDA runtime: got a driver for CUDA 12.8, built with "
+        "runtime 13.0, which needs a driver r580 or newer. Update the driver",
+    ),
+    "no driver": (
+        dict(device=dict(H200, driver_version=0)),
+        "no usable NVIDIA driver: the library",
+    ),
+    "CPU-only build": (
+        dict(device=dict(H200, runtime_version=0)),
+        "this build has no CUDA kernels",
+    ),
+    "fp32": (
+        dict(device=H200, dtype=torch.float32),
+        "dtype fp32 is not supported on CUDA: expected fp16 or bf16.",
+    ),
+    "head_dim 512": (dict(device=H200, head_dim=512), "head_dim 512 is not supported on CUDA"),
+    "head_dim 7": (dict(head_dim=7), "head_dim: got 7, expected a positive multiple of 8"),
+    "int8": (dict(dtype=torch.int8), "dtype: got torch.int8, expected one of"),
+    "mps": (dict(device="mps"), "device mps is not supported: expected cpu or cuda."),
+    "xpu": (dict(device="xpu"), "device xpu is not supported: expected cpu or cuda."),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_why_not(name):
+    arguments, text = UNUSABLE[name]
+    assert text in why_not(**{"head_dim": 64, **arguments})
+
+
+def test_what_runs_has_no_reason_against_it():
+    assert why_not(head_dim=64) is None
+    assert why_not(head_dim=256, device=H200) is None
+    assert why_not(head_dim=8, device=dict(H200, sm=80), direction="backward") is None
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_tensors_of_other_devices(device):
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 4, 8, device=device)
+        with pytest.raises(NotImplementedError, match=f"device {device} is not supported"):
+            attention(q, q, q)
+
+
+def test_missing_library(monkeypatch, tmp_path):
+    monkeypatch.setattr(ops, "is_loaded", lambda: False)
+    monkeypatch.setattr(ops, "library_path", lambda: tmp_path / "libhf_flash_backend.so")
+    with pytest.raises(RuntimeError) as raised:
+        attention(Q, KV, KV)
+    for fact in (
+        "is not beside the package",
+        f"torch {torch.__version__}",
+        "built: ",
+        "Build it with: pip install",
+    ):
+        assert fact in str(raised.value)
+
+
+def test_broken_library(monkeypatch, tmp_path):
+    broken = tmp_path / "libhf_flash_backend.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(ops, "is_loaded", lambda: False)
+    monkeypatch.setattr(ops, "library_path", lambda: broken)
+    with pytest.raises(RuntimeError, match="libhf_flash_backend.so does not load"):
+        attention(Q, KV, KV)
+
+
+def test_explain_on_a_gpu_that_is_not_here():
+    plan = explain(shape=(2, 16, 4, 4096, 4096, 80, 80), device=H200, is_causal=True)
+    assert (plan["kernel"], plan["compiled_head_dim"], plan["features"]) == (
+        "fwd_sm80",
+        96,
+        "causal,gqa",
+    )
+    assert plan["flops"] == 4 * 2 * 16 * (4096 * 4097 // 2) * 80
+    assert "sm_90 kernels are not built yet" in plan["reason"]
+    small = explain(
+        shape=(1, 1, 1, 64, 64, 128, 128),
+        device=dict(H200, smem_optin_bytes=101376),
+        direction="backward",
+    )
+    assert small["smem_bytes"] <= 101376
+
+
+def test_trace_can_be_nested_and_read_early():
+    with support.trace() as outer:
+        attention(Q, KV, KV)
+        with support.trace() as inner:
+            attention(Q, KV, KV)
+            assert len(inner.refresh()) == 1 and len(outer.refresh()) == 2
+    assert (len(outer), len(inner)) == (2, 1) and outer[0]["kernel"] == "cpu"
