@@ -144,7 +144,13 @@ def _hub(name: str, split: str) -> list[str]:
             f"expected the package datasets to be installed. Install it (pip install datasets)."
         ) from error
     identity, _, config = name.partition(":")
-    rows = load_dataset(identity, config or None, split=split)
+    try:
+        rows = load_dataset(identity, config or None, split=split)
+    except (OSError, ValueError) as error:  # no such file, id, config or split, or no network
+        raise ValueError(
+            f"hf_flash_backend: --dataset cannot be loaded: got {name!r} split {split!r}, expected "
+            f"'stdlib', text files that exist, or a Hub dataset id. {type(error).__name__}: {error}"
+        ) from error
     if "text" not in rows.column_names:
         raise ValueError(
             f"hf_flash_backend: --dataset has no text column: got columns {rows.column_names}, "

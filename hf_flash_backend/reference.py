@@ -61,8 +61,9 @@ def attention_fp64(
     """The definition of the semantics, in fp64, differentiable by autograd.
 
     ``S = scale q k^T -> softcap -> + bias, ALiBi -> hidden keys to -inf -> softmax with the sink
-    column -> P v``. Hidden keys are selected away, never multiplied, so NaN there reaches nothing.
-    A row that sees no key has out 0, lse -inf and no gradient. A -inf in the bias hides a key.
+    column -> P v``. Hidden keys are selected away, never multiplied, so NaN there reaches nothing,
+    forward and backward. A row that sees no key has out 0, lse -inf and no gradient, whatever it
+    holds. A -inf in the bias hides a key.
 
     Args:
         q, k, v: [B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv], any float dtype; query head h
@@ -110,8 +111,10 @@ def _attention(
         bias = torch.where(visible, bias, 0.0).to(q.dtype)
     k = k.repeat_interleave(group, dim=1)
     v = v.repeat_interleave(group, dim=1)
+    sees_a_key = visible.any(dim=-1, keepdim=True)
+    q = torch.where(sees_a_key, q, 0.0)
 
-    scores = (q * scale) @ k.transpose(-1, -2) if scale_q_first else q @ k.transpose(-1, -2) * scale
+    scores = _scores(q * scale, k, visible) if scale_q_first else _scores(q, k, visible) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -132,7 +135,22 @@ def _attention(
     lse = torch.where(is_empty[..., 0], -math.inf, lse)
     weights = torch.softmax(torch.where(is_empty, 0.0, scores), dim=-1)[..., :len_kv]
     weights = torch.where(visible & ~is_empty, weights, 0.0)
-    return _weighted_values(weights, visible, v), lse
+    return torch.where(sees_a_key, _weighted_values(weights, visible, v), 0.0), lse
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """q @ k^T in which a hidden key counts as finite, whatever it holds; likewise its gradient."""
+    finite = torch.isfinite(k)
+    if finite.all():
+        return q @ k.transpose(-1, -2)
+    scores = q @ torch.where(finite, k, 0.0).transpose(-1, -2)
+    columns = torch.arange(k.shape[2], device=k.device)
+    for key in (~finite).any(dim=-1).any(dim=0).any(dim=0).nonzero().flatten().tolist():
+        rest = torch.where(finite[:, :, key], 0.0, k[:, :, key])[:, :, None, :]
+        seen = visible[..., key].expand(scores.shape[:-1])[..., None]
+        term = (q * torch.where(seen, rest, 0.0)).sum(dim=-1, keepdim=True)
+        scores = torch.where(columns == key, scores + term, scores)
+    return scores
 
 
 def _weighted_values(weights: torch.Tensor, visible: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

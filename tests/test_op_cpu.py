@@ -5,12 +5,14 @@ import sys
 
 import pytest
 import torch
-from op_checks import check_case, check_hidden_nan, grid
+from cases import edge, grid, smoke
+from op_checks import HIDDEN_NAN_KINDS, check_case, check_hidden_nan, check_unseen_rows
 
 from hf_flash_backend import attention, ops, trace
 from hf_flash_backend.reference import attention_fp64
 
-CASES = grid(("fp32", "bf16", "fp64", "fp16"), 84)
+DTYPES = ("fp32", "bf16", "fp64", "fp16")
+CASES = list(dict.fromkeys(smoke(DTYPES) + grid(DTYPES, 84) + edge(DTYPES)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
@@ -18,10 +20,15 @@ def test_accuracy(case):
     check_case(case, "cpu")
 
 
-@pytest.mark.parametrize("kind", ["causal", "padding", "mask", "bias", "rows"])
+@pytest.mark.parametrize("kind", HIDDEN_NAN_KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nan_in_hidden_keys(dtype, kind):
     check_hidden_nan("cpu", dtype, kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_see_no_key(dtype):
+    check_unseen_rows("cpu", dtype)
 
 
 def test_visible_nan_and_inf_reach_exactly_the_rows_that_see_them():
