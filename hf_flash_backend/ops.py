@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 logger = logging.getLogger("hf_flash_backend")
 
@@ -146,15 +147,36 @@ def forward(
             "expected one device."
         )
     if not torch.compiler.is_compiling():
+        _refuse_forward_mode(q, k, v, bias, sinks, alibi_slopes)
         _refuse_device(q.device.type, q.device.index, q.dtype, max(q.shape[-1], v.shape[-1]))
-    return torch.ops.hf_flash_backend.forward(
-        q, k, v, mask, bias, row_start, row_end, query_offsets, sinks, alibi_slopes,
-        cu_seqlens_q, cu_seqlens_k, block_table, tile_map, dropout_seed,
-        scale=scale, softcap=softcap,
-        window_left=window_left, window_right=window_right, query_offset=query_offset,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, dropout_p=dropout_p,
-        num_splits=num_splits, deterministic=deterministic,
-    )  # fmt: skip
+    try:
+        return torch.ops.hf_flash_backend.forward(
+            q, k, v, mask, bias, row_start, row_end, query_offsets, sinks, alibi_slopes,
+            cu_seqlens_q, cu_seqlens_k, block_table, tile_map, dropout_seed,
+            scale=scale, softcap=softcap,
+            window_left=window_left, window_right=window_right, query_offset=query_offset,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, dropout_p=dropout_p,
+            num_splits=num_splits, deterministic=deterministic,
+        )  # fmt: skip
+    except RuntimeError as error:
+        if "functorch transforms" not in str(error):
+            raise
+        raise NotImplementedError(
+            "hf_flash_backend: torch.func.grad and its relatives are not implemented. Use "
+            'torch.autograd.grad, or attn_implementation="eager".'
+        ) from error
+
+
+def _refuse_forward_mode(*tensors: torch.Tensor | None) -> None:
+    """Raises under forward-mode differentiation, where torch would take the tangent to be 0."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "hf_flash_backend: forward-mode differentiation (torch.func.jvp) is not "
+                'implemented. Use torch.autograd.grad, or attn_implementation="eager".'
+            )
 
 
 def refuse_unimplemented(**arguments: bool) -> None:

@@ -67,6 +67,29 @@ WRONG_ARGUMENTS = {
         dict(row_end=torch.zeros(1, 4, dtype=torch.int32)),
         "row_end: got shape [1, 4], expected [1 or 1, 1 or 3].",
     ),
+    "query_offset shape": (
+        dict(query_offset=torch.zeros(2, dtype=torch.int32)),
+        "query_offsets: got shape [2, 1], expected [1 or 1, 1 or 3].",
+    ),
+    "query_offset dtype": (
+        dict(query_offset=torch.zeros(1, dtype=torch.int64)),
+        "query_offsets: got dtype Long, expected Int.",
+    ),
+    "sinks shape": (dict(sinks=torch.zeros(3)), "sinks: got shape [1, 3, 1], expected [1 or 1, "),
+    "sinks dims": (
+        dict(sinks=torch.zeros(1, 4, 3)),
+        "sinks: got shape [1, 4, 3], expected [4] or [1 or 1, 1 or 4, 1 or 3, 1].",
+    ),
+    "alibi_slopes shape": (
+        dict(alibi_slopes=torch.zeros(3)),
+        "alibi_slopes: got shape [1, 3], expected [1 or 1, 1 or 4].",
+    ),
+    "dropout_p": (dict(dropout_p=1.5), "dropout_p: got 1.500000, expected 0 to 1."),
+    "dropout_p below 0": (dict(dropout_p=-0.1), "dropout_p: got -0.100000, expected 0 to 1."),
+    "dropout_seed": (
+        dict(dropout_p=0.1, dropout_seed=torch.zeros(2, dtype=torch.int64)),
+        "dropout_seed: got shape [2] Long, expected one number of dtype Long.",
+    ),
 }
 
 
@@ -78,31 +101,39 @@ def test_wrong_arguments(name):
 
 
 UNIMPLEMENTED = {
-    "query_offsets": torch.zeros(1, dtype=torch.int32),
-    "sinks": torch.zeros(4),
-    "alibi_slopes": torch.zeros(4),
     "cu_seqlens_q": torch.zeros(2, dtype=torch.int32),
     "block_table": torch.zeros(1, 1, dtype=torch.int32),
     "tile_map": torch.zeros(1, dtype=torch.uint8),
-    "dropout_seed": torch.zeros(2, dtype=torch.int64),
-    "dropout_p": 0.1,
     "num_splits": 3,
 }
 
 
 @pytest.mark.parametrize("name", UNIMPLEMENTED)
 def test_unimplemented_arguments_are_refused_by_name(name):
-    shown = re.sub(r"(_q|_seed|_p)$", "", name)
+    shown = name.removesuffix("_q")
     with pytest.raises(NotImplementedError, match=f"{shown} is not implemented yet. Leave it out"):
         ops.forward(Q, KV, KV, scale=1.0, **{name: UNIMPLEMENTED[name]})
     with pytest.raises(RuntimeError, match=f"{shown}.* is not implemented"):
         torch.ops.hf_flash_backend.forward(Q, KV, KV, scale=1.0, **{name: UNIMPLEMENTED[name]})
 
 
-def test_gradient_of_bias_is_refused():
-    bias = torch.zeros(1, 4, 3, 3, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="the gradient of bias is not implemented"):
-        attention(Q, KV, KV, bias=bias)
+def test_dropout_without_a_seed_is_refused_by_the_op():
+    with pytest.raises(ValueError, match="dropout_seed: got none, expected an int64 tensor"):
+        ops.forward(Q, KV, KV, scale=1.0, dropout_p=0.1)
+
+
+def test_transforms_of_torch_func_are_refused_by_name():
+    def loss(q):
+        return attention(q, KV, KV).sum()
+
+    with pytest.raises(NotImplementedError, match="torch.func.grad and its relatives are not"):
+        torch.func.grad(loss)(Q)
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+        torch.func.jvp(loss, (Q,), (Q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(Q, Q)
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+            loss(dual)
 
 
 UNUSABLE = {

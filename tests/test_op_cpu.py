@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from cases import edge, grid, smoke
 from op_checks import HIDDEN_NAN_KINDS, check_case, check_hidden_nan, check_unseen_rows
 
@@ -66,30 +67,61 @@ def sample(dtype=torch.float32, requires_grad=True):
     ]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"window_right": 0}, {"mask": torch.rand(2, 1, 5, 7) > 0.3}, {"softcap": 5.0}],
-    ids=["full", "causal", "mask", "softcap"],
-)
-def test_opcheck(arguments):
+OPCHECK = {
+    "full": {},
+    "causal": {"window_right": 0},
+    "softcap": {"softcap": 5.0},
+    "mask": {"mask": torch.ones(2, 1, 5, 7, dtype=torch.bool)},
+    "rows": {"row_start": torch.ones(2, 5, dtype=torch.int32)},
+    "offsets": {"query_offsets": torch.ones(2, 1, dtype=torch.int32), "window_right": 0},
+    "bias": {"bias": torch.zeros(1, 4, 5, 7, requires_grad=True)},
+    "sinks": {"sinks": torch.zeros(1, 4, 1, requires_grad=True)},
+    "alibi": {"alibi_slopes": torch.ones(1, 4, requires_grad=True)},
+    "dropout": {"dropout_seed": torch.tensor([7]), "dropout_p": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", OPCHECK)
+def test_opcheck(name):
     q, k, v = sample()
-    mask = arguments.pop("mask", None)
-    torch.library.opcheck(
-        torch.ops.hf_flash_backend.forward.default, (q, k, v, mask), dict(scale=0.3, **arguments)
-    )
-    out, lse = ops.forward(q, k, v, scale=0.3, mask=mask, **arguments)
-    detached = [t.detach() for t in (torch.randn_like(out), lse, q, k, v, out, lse)]
-    torch.library.opcheck(
-        torch.ops.hf_flash_backend.backward.default, (*detached, mask), dict(scale=0.3, **arguments)
-    )
+    arguments = dict(scale=0.3, **OPCHECK[name])
+    torch.library.opcheck(torch.ops.hf_flash_backend.forward.default, (q, k, v), arguments)
+    out, lse = ops.forward(q, k, v, **arguments)
+    arguments = {n: t.detach() if torch.is_tensor(t) else t for n, t in arguments.items()}
+    arguments |= dict(bias_grad=name == "bias", alibi_grad=name == "alibi")
+    detached = tuple(t.detach() for t in (torch.randn_like(out), lse, q, k, v, out, lse))
+    torch.library.opcheck(torch.ops.hf_flash_backend.backward.default, detached, arguments)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"is_causal": True}, {"window": (2, 1)}], ids=str)
-def test_gradcheck(arguments):
-    inputs = sample(torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda *t: attention(*t, return_lse=True, **arguments), inputs, atol=1e-7
-    )
+GRADCHECK = {
+    "full": {},
+    "causal": dict(is_causal=True),
+    "window": dict(window=(2, 1)),
+    "learned": dict(
+        bias=torch.randn(1, 1, 3, 4, dtype=torch.float64),
+        sinks=torch.randn(2, dtype=torch.float64),
+        alibi_slopes=torch.rand(1, 2, dtype=torch.float64),
+        softcap=3.0,
+    ),
+    "dropout": dict(dropout_p=0.4, dropout_seed=torch.tensor([3])),
+}
+
+
+@pytest.mark.parametrize("name", GRADCHECK)
+def test_gradcheck(name):
+    g = torch.Generator().manual_seed(4)
+    shapes = ((1, 2, 3, 8), (1, 1, 4, 8), (1, 1, 4, 8))
+    inputs = [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+    arguments = dict(GRADCHECK[name])
+    learned = [n for n, t in arguments.items() if torch.is_tensor(t) and t.is_floating_point()]
+    inputs += [arguments.pop(n) for n in learned]
+
+    def function(q, k, v, *rest):
+        named = dict(zip(learned, rest, strict=True))
+        return attention(q, k, v, return_lse=True, **arguments, **named)
+
+    inputs = [t.clone().requires_grad_() for t in inputs]
+    assert torch.autograd.gradcheck(function, inputs, atol=1e-7)
 
 
 def test_compile_fullgraph_forward_and_backward():
@@ -114,6 +146,57 @@ def test_compile_does_not_recompile_for_every_length():
     for length in range(5, 15):
         compiled(torch.randn(1, 2, length, 8))
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_draws_the_same_dropout_again(use_reentrant):
+    inputs = sample()
+
+    def function(q, k, v):
+        return attention(q, k, v, dropout_p=0.5).square()
+
+    gradients = []
+    for checkpointed in (False, True):
+        torch.manual_seed(11)
+        if checkpointed:
+            out = torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=use_reentrant)
+        else:
+            out = function(*inputs)
+        gradients.append(torch.autograd.grad(out.sum(), inputs) if not use_reentrant else None)
+        if use_reentrant:
+            for t in inputs:
+                t.grad = None
+            out.sum().backward()
+            gradients[-1] = [t.grad.clone() for t in inputs]
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dropout_follows_the_generator_of_torch():
+    q = torch.randn(1, 2, 64, 8)
+    torch.manual_seed(1)
+    first, second = attention(q, q, q, dropout_p=0.5), attention(q, q, q, dropout_p=0.5)
+    torch.manual_seed(1)
+    assert torch.equal(attention(q, q, q, dropout_p=0.5), first)
+    assert not torch.equal(first, second)
+
+
+def test_dropout_keeps_the_share_and_the_mean():
+    """Ones as values: an output is the sum of what was kept. 2 million draws, 5 standard errors."""
+    q, v = torch.zeros(1, 2, 1024, 8), torch.ones(1, 2, 1024, 8)
+    for rate in (0.1, 0.5, 0.9):
+        out = attention(q, q, v, dropout_p=rate, dropout_seed=torch.tensor([5]))[..., 0]
+        error = (rate / (1 - rate) / out.numel() / 1024) ** 0.5
+        assert abs(out.mean().item() - 1) < 5 * error
+    assert torch.equal(attention(q, q, v, dropout_p=1.0), torch.zeros_like(v))
+    assert torch.equal(attention(q, q, v, dropout_p=0.0), attention(q, q, v))
+
+
+def test_vmap_equals_a_loop():
+    inputs = [torch.stack([t.detach(), 2 * t.detach()]) for t in sample()]
+    ours = torch.vmap(lambda q, k, v: attention(q, k, v, is_causal=True))(*inputs)
+    loop = [attention(*t, is_causal=True) for t in zip(*inputs, strict=True)]
+    assert torch.equal(ours, torch.stack(loop))
 
 
 def test_expanded_dout_and_lse_gradient_alone():
