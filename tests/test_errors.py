@@ -58,6 +58,10 @@ WRONG_ARGUMENTS = {
         dict(window=(-2, 0)),
         "window_left: got -2, expected None (unlimited) or at least 0.",
     ),
+    "one window": (
+        dict(window=4),
+        "window: got 4, expected (left, right) or None. A window of w keys that ends",
+    ),
     "softcap": (dict(softcap=-1.0), "softcap: got -1.0"),
     "row_start dtype": (
         dict(row_start=torch.zeros(1, 3)),
