@@ -29,11 +29,11 @@ def device_facts(device: torch.device | str | int | None = None) -> dict[str, in
             f"hf_flash_backend: device {device.type} is not supported: expected cpu or cuda. "
             'Use attn_implementation="sdpa".'
         )
-    index = (
-        -1
-        if device.type == "cpu"
-        else (device.index if device.index is not None else torch.cuda.current_device())
-    )
+    index = -1 if device.type == "cpu" else device.index
+    if (
+        index is None
+    ):  # the current device; 0 until CUDA is initialised, which a question never does
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     ops.load_library()
     return dict(zip(DEVICE_FACTS, torch.ops.hf_flash_backend.device_facts(index), strict=True))
 

@@ -52,6 +52,7 @@ def regression(
     wrong: dict[str, Attend],
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16"),
     raises: tuple[type[Exception], ...] = (AssertionError,),
+    with_truth: bool = True,
 ) -> Callable:
     """Parametrises a body(attend, device, dtype, ...) as the module says.
 
@@ -59,6 +60,7 @@ def regression(
         wrong: attention that must fail the body, on the CPU in the first of dtypes.
         dtypes: names of :data:`cases.DTYPES`; CUDA takes the 16-bit ones among them.
         raises: how a wrong one may fail.
+        with_truth: False where the body is not about numbers.
     """
     params = [pytest.param(ours, "cpu", name, id=f"cpu-{name}") for name in dtypes]
     params += [
@@ -67,7 +69,8 @@ def regression(
         if name in _ON_CUDA
     ]
     exact = "fp64" if "fp32" in dtypes else dtypes[0]
-    params += [pytest.param(truth, "cpu", exact, id=f"truth-{exact}")]
+    if with_truth:
+        params += [pytest.param(truth, "cpu", exact, id=f"truth-{exact}")]
     params += [
         pytest.param(function, "cpu", dtypes[0], id=f"wrong-{name}")
         for name, function in wrong.items()
