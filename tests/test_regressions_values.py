@@ -165,10 +165,12 @@ def default_for_zero_scale(q, k, v, scale, **arguments):
 
 
 def maximum_before_scale(q, k, v, scale, **arguments):
-    """The row's maximum is taken of q k^T and multiplied by scale later: wrong side if scale < 0."""
+    """Subtracts the largest q k times scale, which is the smallest score if scale < 0."""
     products = q.float() @ k.float().transpose(-1, -2)
-    weights = torch.exp(scale * (40 * products - 40 * products.amax(-1, keepdim=True)))
-    return (weights / weights.sum(-1, keepdim=True) @ v.float()).to(q.dtype), products[..., 0]
+    shift = scale * products.amax(-1, keepdim=True)
+    weights = torch.exp(scale * products - shift)
+    total = weights.sum(-1, keepdim=True)
+    return (weights / total @ v.float()).to(q.dtype), (shift + total.log())[..., 0]
 
 
 @regression(
@@ -184,9 +186,9 @@ def test_scale_of_any_sign(attend, device, dtype):
         close(out[0, 0, 0, 0], weight, TOLERANCE[dtype], f"scale {scale}")
         close(lse[0, 0, 0], want_lse, 1e-5, f"lse, scale {scale}")
         check(run(attend, q, k, v, v[:, :, :1], scale=scale), q, k, v, v[:, :, :1], scale=scale)
-    # Scores -60 and 0 in a row of its own: far from 0, where a maximum of the wrong sign overflows.
-    out, _ = attend(30 * q, k, v, scale=-2.0)
-    close(out[0, 0, 0, 0], 0.0, TOLERANCE[dtype], "scores -60 and 0")
+    # Scores -120 and 0: exp(120), from a maximum on the wrong side, is no fp32 number.
+    out, _ = attend(60 * q, k, v, scale=-2.0)
+    close(out[0, 0, 0, 0], 0.0, TOLERANCE[dtype], "scores -120 and 0")
 
 
 # softcap: out, lse, dq, dk, dv of q = 1, k = (30, 20), v = (1, 0), scale 1, dout = 1. With
