@@ -68,10 +68,15 @@ std::string feature_list(const ForwardParams& p) {
   add(p.band.right == 0, "causal");
   add(is_window, "window");
   add(p.heads_q != p.heads_kv, "gqa");
-  add(p.row_limits.start != nullptr || p.row_limits.end != nullptr, "row_limits");
+  add(p.row_start.data != nullptr || p.row_end.data != nullptr, "row_limits");
+  add(p.query_offsets.data != nullptr, "query_offsets");
   add(p.mask.data != nullptr, "mask");
   add(p.bias.data != nullptr, "bias");
   add(p.softcap != 0.0, "softcap");
+  add(p.alibi_slopes != nullptr, "alibi");
+  add(p.sinks.data != nullptr, "sinks");
+  add(p.dropout.seed != nullptr, "dropout");
+  add(p.dq_by_rows, "dq_by_rows");
   return list;
 }
 
@@ -101,7 +106,7 @@ BackwardWorkspace backward_workspace(const ForwardParams& p, const Tile& tile, i
   w.lse = w.delta + align(rows * 4);
   w.row_blocks = w.lse + align(rows * 4);
   w.dq_accumulator = w.row_blocks + align(p.batch * num_m * static_cast<int64_t>(sizeof(RowBlock)));
-  w.total_bytes = w.dq_accumulator + align(rows * head_dim * 4);
+  w.total_bytes = w.dq_accumulator + (p.dq_by_rows ? 0 : align(rows * head_dim * 4));
   return w;
 }
 
@@ -138,8 +143,8 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
                        " is not supported on CUDA: expected at most " +
                        std::to_string(kMaxHeadDimCuda) + ". Use attn_implementation=\"sdpa\".");
   }
-  plan.is_general =
-      p.mask.data != nullptr || p.bias.data != nullptr || p.softcap != 0.0 || !(p.scale > 0.0);
+  plan.is_general = p.mask.data != nullptr || p.bias.data != nullptr || p.softcap != 0.0 ||
+                    !(p.scale > 0.0) || p.alibi_slopes != nullptr || p.dropout.seed != nullptr;
   if (is_forward) {
     plan.kernel = Kernel::kFwdSm80;
     plan.tile = fwd_sm80_tile(plan.compiled_head_dim);
