@@ -38,6 +38,8 @@ def truth(q, k, v, **arguments):
     """attention_fp64 with the dtypes of the op and its forms of "nothing": None, -1, no flag."""
     arguments.pop("deterministic", None)
     arguments.pop("return_lse", None)
+    if arguments.get("dropout_p") == 0.0:
+        del arguments["dropout_p"]
     if isinstance(arguments.get("window"), int):
         arguments["window"] = (arguments["window"], None)
     if arguments.get("window") is not None:

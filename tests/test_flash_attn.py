@@ -91,9 +91,7 @@ def test_varlen_equals_each_sequence_alone(causal, window, alibi, device):
     total_q, total_k = sum(lengths_q) + tail, sum(lengths_k)
     q, k, v = tensors(device, (total_q, 4, 16), (total_k, 2, 16), (total_k, 2, 16))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
-    bounds = [
-        torch.tensor([0, *n], device=device).cumsum(0).int() for n in (lengths_q, lengths_k)
-    ]
+    bounds = [torch.tensor([0, *n], device=device).cumsum(0).int() for n in (lengths_q, lengths_k)]
     slopes = torch.linspace(0.05, 0.4, 4, device=device) if alibi else None
     shared = dict(causal=causal, window_size=window, alibi_slopes=slopes)
     out = hf_flash_backend.flash_attn_varlen_func(

@@ -22,7 +22,7 @@ from regressions import (
     window_one_wider,
 )
 
-from hf_flash_backend import functional
+from hf_flash_backend import flash_attn, functional
 from hf_flash_backend.integration import attention_forward
 from hf_flash_backend.reference import attention_eager, attention_fp64
 
@@ -47,7 +47,9 @@ def test_causal_is_bottom_right(attend, device, dtype):
 
 
 def packed_forms(attend, monkeypatch, q, k, v, cu_q, cu_k):
-    """Yields the packed call made by row limits, and by a layer with cu_seq_lens: [1, H, L, D]."""
+    """Yields the packed call made in all three ways, [1, H, L, D]: by row limits, by a layer with
+    cu_seq_lens, by flash_attn_varlen_func.
+    """
     len_q, len_kv = (torch.tensor(cu).diff() for cu in (cu_q, cu_k))
     limits = [torch.repeat_interleave(torch.tensor(cu_k[i:][: len(len_q)]), len_q) for i in (0, 1)]
     row_start, row_end = (t[None].to(q.device, torch.int32) for t in limits)
@@ -56,6 +58,10 @@ def packed_forms(attend, monkeypatch, q, k, v, cu_q, cu_k):
     cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=q.device) for cu in (cu_q, cu_k))
     out, _ = attention_forward(Layer(), q, k, v, None, cu_seq_lens_q=cu_q, cu_seq_lens_k=cu_k)
     yield out.transpose(1, 2)
+    monkeypatch.setattr(flash_attn, "attention", lambda *t, return_lse, **a: attend(*t, **a))
+    tokens = (t[0].transpose(0, 1) for t in (q, k, v))
+    out = flash_attn.flash_attn_varlen_func(*tokens, cu_q, cu_k, max_seqlen_q=0, max_seqlen_k=0)
+    yield out.transpose(0, 1)[None]
 
 
 def no_end(q, k, v, row_end, **arguments):
@@ -145,6 +151,13 @@ def test_no_window(attend, device, dtype, monkeypatch):
     for width in (None, -1, 0):
         out, _ = attention_forward(Layer(), q, k, v, None, sliding_window=width, scaling=8**-0.5)
         close(out.transpose(1, 2), full, 2 * TOLERANCE[dtype], f"sliding_window {width}")
+    monkeypatch.setattr(flash_attn, "attention", lambda *t, return_lse, **a: attend(*t, **a))
+    one_sided, _ = attention_fp64(q, k, v, window=(None, 1))
+    for window, want in (((-1, -1), full), ((-1, 1), one_sided)):
+        out = flash_attn.flash_attn_func(
+            *(t.transpose(1, 2) for t in (q, k, v)), window_size=window
+        )
+        close(out.transpose(1, 2), want, 2 * TOLERANCE[dtype], f"window_size {window}")
 
 
 def heads_in_turn(q, k, v, **arguments):
