@@ -487,7 +487,11 @@ DType parse_dtype(const std::string& name) {
 std::vector<int64_t> device_facts(int64_t index) {
   if (index < 0) return {0, 0, 0, 0, 0};
 #ifdef HFB_WITH_CUDA
-  const Device& d = cuda_device(static_cast<int>(index)).device;
+  const CudaDevice& cuda = cuda_device(static_cast<int>(index));
+  const Device& d = cuda.device;
+  if (!cuda.error.empty() && driver_problem(d.driver_version, d.runtime_version).empty()) {
+    throw std::runtime_error(cuda.error);  // no such GPU; a plan names what is wrong with a driver
+  }
   return {1, d.sm, d.smem_optin_bytes, d.driver_version, d.runtime_version};
 #else
   return {1, 0, 0, 0, 0};

@@ -18,7 +18,7 @@ def attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
+    window: tuple[int | None, int | None] | None = (None, None),
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     softcap: float = 0.0,
@@ -50,8 +50,8 @@ def attention(
             multiples of 8, at most 256 on CUDA.
         scale: default 1 / sqrt(D).
         is_causal: row i sees keys j <= i + Lk - Lq.
-        window: (left, right), inclusive distances from i + Lk - Lq; None = unlimited. With
-            is_causal right becomes 0.
+        window: (left, right), inclusive distances from i + Lk - Lq; None = unlimited, for one side
+            or both. With is_causal right becomes 0.
         mask: bool, true = visible: [B, Lk] (key padding) or 4-D broadcastable to [B, Hq, Lq, Lk];
             or a float 4-D mask, which is added like bias.
         bias: float, 4-D broadcastable to [B, Hq, Lq, Lk], added to the scores; -inf = not visible.
@@ -87,7 +87,12 @@ def attention(
             f"hf_flash_backend: q, k, v: got {q.dim()}-D, {k.dim()}-D and {v.dim()}-D tensors, "
             "expected 4-D [batch, heads, length, head_dim]."
         )
-    window_left, window_right = window
+    if window is not None and not (isinstance(window, tuple | list) and len(window) == 2):
+        raise ValueError(
+            f"hf_flash_backend: window: got {window!r}, expected (left, right) or None. "
+            "A window of w keys that ends at the row's own is (w - 1, 0)."
+        )
+    window_left, window_right = window or (None, None)
     if is_causal:
         window_right = 0 if window_right is None else min(window_right, 0)
     mask, bias = _score_tensors(q, k, mask, bias)

@@ -29,11 +29,11 @@ def device_facts(device: torch.device | str | int | None = None) -> dict[str, in
             f"hf_flash_backend: device {device.type} is not supported: expected cpu or cuda. "
             'Use attn_implementation="sdpa".'
         )
-    index = (
-        -1
-        if device.type == "cpu"
-        else (device.index if device.index is not None else torch.cuda.current_device())
-    )
+    index = -1 if device.type == "cpu" else device.index
+    if (
+        index is None
+    ):  # the current device; 0 until CUDA is initialised, which a question never does
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     ops.load_library()
     return dict(zip(DEVICE_FACTS, torch.ops.hf_flash_backend.device_facts(index), strict=True))
 
@@ -89,11 +89,24 @@ def explain(
 
 
 def _visible_pairs(len_q: int, len_kv: int, left: int | None, right: int | None) -> int:
-    """Query-key pairs inside the band, bottom-right aligned."""
-    rows = torch.arange(len_q, dtype=torch.int64) + (len_kv - len_q)
-    begin = torch.zeros_like(rows) if left is None else (rows - left).clamp(0, len_kv)
-    end = torch.full_like(rows, len_kv) if right is None else (rows + right + 1).clamp(0, len_kv)
-    return int((end - begin).clamp(min=0).sum())
+    """Query-key pairs inside the band, bottom-right aligned.
+
+    In closed form and without torch: a fake mode, a default device or a CUDA graph capture that
+    happens to be active must not see it.
+    """
+
+    def sum_clamped(first: int) -> int:
+        """Of clamp(first + i, 0, len_kv) over the rows i."""
+
+        def up_to(n: int) -> int:
+            inside = max(0, min(n, len_kv))
+            return inside * (inside + 1) // 2 + max(0, n - len_kv) * len_kv
+
+        return up_to(first + len_q - 1) - up_to(first - 1)
+
+    offset = len_kv - len_q
+    end = len_q * len_kv if right is None else sum_clamped(offset + right + 1)
+    return end - (0 if left is None else sum_clamped(offset - left))
 
 
 def why_not(

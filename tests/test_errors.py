@@ -1,5 +1,6 @@
 """Every error names the argument, what it got, what was expected and what to do."""
 
+import itertools
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_flash_backend import attention, explain, ops, support, why_not
+from hf_flash_backend.reference import visible_keys
 
 H200 = {
     "is_cuda": 1,
@@ -57,6 +59,10 @@ WRONG_ARGUMENTS = {
     "window": (
         dict(window=(-2, 0)),
         "window_left: got -2, expected None (unlimited) or at least 0.",
+    ),
+    "one window": (
+        dict(window=4),
+        "window: got 4, expected (left, right) or None. A window of w keys that ends",
     ),
     "softcap": (dict(softcap=-1.0), "softcap: got -1.0"),
     "row_start dtype": (
@@ -224,6 +230,19 @@ def test_explain_on_a_gpu_that_is_not_here():
         direction="backward",
     )
     assert small["smem_bytes"] <= 101376
+
+
+def test_explain_counts_the_pairs_of_the_band():
+    sizes = itertools.product((1, 2, 5, 7), (1, 3, 5, 9), (None, 0, 1, 20), (None, 0, 2, 30))
+    for lq, lk, left, right in sizes:
+        plan = explain(shape=(1, 1, 1, lq, lk, 8, 8), window=(left, right))
+        pairs = visible_keys(lq, lk, window=(left, right)).sum().item()
+        assert plan["flops"] == 4 * 8 * pairs, (lq, lk, left, right)
+
+
+def test_explain_does_not_use_the_modes_of_the_caller():
+    with torch.device("meta"), FakeTensorMode():
+        assert explain(shape=(1, 1, 1, 4, 4, 8, 8))["flops"] == 4 * 8 * 16
 
 
 def test_trace_can_be_nested_and_read_early():
