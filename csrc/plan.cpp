@@ -1,11 +1,13 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace hfb {
 namespace {
 
-constexpr int kMinimumSm = 80;
+constexpr int kMinimumSm = 80, kHopperSm = 90;
+constexpr int64_t kL2Bytes = int64_t{32} << 20;  // what one section of heads may take of 50 MiB
 constexpr int64_t kMaxGrid = INT32_MAX;
 
 std::string version_text(int version) {
@@ -14,12 +16,50 @@ std::string version_text(int version) {
 
 std::string sm_text(int sm) { return std::to_string(sm / 10) + "." + std::to_string(sm % 10); }
 
-int compiled_head_dim(int64_t head_dim) {
 #define HFB_PICK(D) \
   if (head_dim <= D) return D;
+int compiled_head_dim(int64_t head_dim) {
   HFB_HEAD_DIMS(HFB_PICK)
-#undef HFB_PICK
   return 0;
+}
+int compiled_head_dim_sm90(int64_t head_dim) {
+  HFB_SM90_HEAD_DIMS(HFB_PICK)
+  return 0;
+}
+#undef HFB_PICK
+
+bool forces_generic_kernels(const char* setting) {
+  return setting != nullptr && std::string(setting) == "sm80";
+}
+
+// Why a call on a Hopper GPU does not run a kernel of that GPU, "" when it does.
+std::string why_not_sm90(bool is_forward, const ForwardParams& p, bool is_general,
+                         const char* forced) {
+  if (forces_generic_kernels(forced)) return "HFB_KERNEL=sm80 asks for the generic sm_80 kernels";
+#ifndef HFB_WITH_SM90
+  return "this build has no sm_90 kernels (90 was not in HFB_CUDA_ARCHS); the generic sm_80 kernel "
+         "runs";
+#endif
+  if (!is_forward) return "backward has no sm_90 kernel yet; the generic sm_80 kernel runs";
+  if (is_general) {
+    return "mask, bias, softcap and scale <= 0 have no sm_90 kernel yet; the generic sm_80 kernel "
+           "runs";
+  }
+  if (p.len_kv == 0) return "there are no keys; the generic sm_80 kernel writes the zeros";
+  return "";
+}
+
+// Longest tiles first over as many heads as share L2 with their K and V; without a band all tiles
+// are equally long.
+TileOrder tile_order(const ForwardParams& p, int64_t num_m, bool is_banded) {
+  const int64_t num_heads = p.batch * p.heads_q;
+  int64_t section = 1;
+  if (is_banded) {
+    const int64_t head_bytes = p.len_kv * (p.head_dim + p.head_dim_v) * kBytesPerElement;
+    section = std::max<int64_t>(1, kL2Bytes / head_bytes) * (p.heads_q / p.heads_kv);
+  }
+  return {static_cast<int32_t>(num_m), static_cast<int32_t>(num_heads),
+          static_cast<int32_t>(std::min(section, num_heads))};
 }
 
 Plan unsupported(std::string reason) {
@@ -39,6 +79,8 @@ const char* kernel_name(Kernel kernel) {
       return "cpu";
     case Kernel::kFwdSm80:
       return "fwd_sm80";
+    case Kernel::kFwdSm90:
+      return "fwd_sm90";
     case Kernel::kBwdSm80:
       return "bwd_sm80";
   }
@@ -140,10 +182,25 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
   }
   plan.is_general =
       p.mask.data != nullptr || p.bias.data != nullptr || p.softcap != 0.0 || !(p.scale > 0.0);
-  if (is_forward) {
+  plan.is_banded = p.band.left != kNoLimit || p.band.right != kNoLimit ||
+                   p.row_limits.start != nullptr || p.row_limits.end != nullptr;
+  static const char* const forced = std::getenv("HFB_KERNEL");
+  if (forced != nullptr && !forces_generic_kernels(forced)) {
+    return unsupported(std::string("HFB_KERNEL: got '") + forced + "', expected sm80 or unset.");
+  }
+  if (device.sm == kHopperSm) plan.reason = why_not_sm90(is_forward, p, plan.is_general, forced);
+  const auto count_tiles = [&p, &plan] {
+    return (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m;
+  };
+  if (is_forward && device.sm == kHopperSm && plan.reason.empty()) {
+    plan.kernel = Kernel::kFwdSm90;
+    plan.compiled_head_dim = compiled_head_dim_sm90(head_dim);
+    plan.tile = fwd_sm90_tile(plan.compiled_head_dim, plan.is_banded);
+    plan.num_blocks = std::min<int64_t>(count_tiles() * p.heads_q * p.batch, device.num_sms);
+  } else if (is_forward) {
     plan.kernel = Kernel::kFwdSm80;
     plan.tile = fwd_sm80_tile(plan.compiled_head_dim);
-    plan.num_blocks = (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m * p.heads_q * p.batch;
+    plan.num_blocks = count_tiles() * p.heads_q * p.batch;
   } else {
     plan.kernel = Kernel::kBwdSm80;
     plan.tile = bwd_sm80_tile(plan.compiled_head_dim, false);
@@ -154,15 +211,13 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
     plan.num_blocks = (p.len_kv + plan.tile.block_n - 1) / plan.tile.block_n * p.heads_kv * p.batch;
     plan.workspace_bytes = backward_workspace(p, plan.tile, plan.compiled_head_dim).total_bytes;
   }
-  const int64_t num_m = (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m;
+  const int64_t num_m = count_tiles();
   if (std::max({plan.num_blocks, num_m * p.heads_q * p.batch, p.len_q, p.len_kv}) > kMaxGrid) {
     return unsupported(
         "the problem needs more than 2^31 - 1 thread blocks, rows or keys in one call. Split the "
         "batch.");
   }
-  if (device.sm >= 90 && device.sm < 100) {
-    plan.reason = "sm_90 kernels are not built yet; the generic sm_80 kernel runs";
-  }
+  if (plan.kernel == Kernel::kFwdSm90) plan.order = tile_order(p, num_m, plan.is_banded);
   return plan;
 }
 

@@ -11,6 +11,7 @@ from hf_flash_backend import attention, explain, ops, support, why_not
 H200 = {
     "is_cuda": 1,
     "sm": 90,
+    "num_sms": 132,
     "smem_optin_bytes": 232448,
     "driver_version": 13000,
     "runtime_version": 13000,

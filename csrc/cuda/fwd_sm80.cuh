@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
   if (restore) {
     __syncthreads();
     restore_nonfinite_values<T, kGeneral, kBlockM, kBlockN, Config::kWarps>(
-        p, g_q, g_k, g_v, g_out, g_lse, rows, batch, head, row_begin);
+        p, g_q, g_k, g_v, g_out, g_lse, rows, batch, head, row_begin, threadIdx.x / 32);
   }
 }
 
