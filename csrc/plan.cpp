@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kMinimumSm = 80, kHopperSm = 90;
 constexpr int64_t kL2Bytes = int64_t{32} << 20;  // what one section of heads may take of 50 MiB
+constexpr double kEvenShares = 0.9;              // persistent blocks that idle less than a tenth
 constexpr int64_t kMaxGrid = INT32_MAX;
 
 std::string version_text(int version) {
@@ -49,24 +50,33 @@ std::string why_not_sm90(bool is_forward, const ForwardParams& p, bool is_genera
   return "";
 }
 
-// Longest tiles first over as many heads as share L2 with their K and V; without a band all tiles
-// are equally long.
-TileOrder tile_order(const ForwardParams& p, int64_t num_m, bool is_banded) {
-  const int64_t num_heads = p.batch * p.heads_q;
-  int64_t section = 1;
-  if (is_banded) {
-    const int64_t head_bytes = p.len_kv * (p.head_dim + p.head_dim_v) * kBytesPerElement;
-    section = std::max<int64_t>(1, kL2Bytes / head_bytes) * (p.heads_q / p.heads_kv);
+// How fwd_sm90 takes its query tiles, and by how many blocks. Persistent blocks (one a
+// multiprocessor) overlap the end of a tile with the begin of the next, worth about two key tiles a
+// query tile; they need shares that are equal in advance. Without a band tiles are equally long;
+// with one, folded pairs are, if the pairs come out even. Otherwise, and with row limits, whose
+// lengths only the GPU knows, every tile is a block and the hardware deals them out, longest first.
+void schedule_fwd_sm90(const ForwardParams& p, const Device& device, Plan& plan) {
+  const int64_t num_m = (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m;
+  const int64_t num_heads = p.batch * p.heads_q, num_sms = std::max(1, device.num_sms);
+  plan.order.num_m = static_cast<int32_t>(num_m);
+  plan.order.num_heads = static_cast<int32_t>(num_heads);
+  if (!plan.is_banded) {
+    plan.num_blocks = std::min(num_m * num_heads, num_sms);
+    return;
   }
-  return {static_cast<int32_t>(num_m), static_cast<int32_t>(num_heads),
-          static_cast<int32_t>(std::min(section, num_heads))};
-}
-
-Plan unsupported(std::string reason) {
-  Plan plan;
-  plan.reason = std::move(reason);
-  plan.is_unsupported = true;
-  return plan;
+  const int64_t pairs = (num_m + 1) / 2 * num_heads;
+  const int64_t rounds = (pairs + num_sms - 1) / num_sms;
+  const bool has_row_limits = p.row_limits.start != nullptr || p.row_limits.end != nullptr;
+  if (!has_row_limits && num_m > 1 &&
+      static_cast<double>(pairs) >= kEvenShares * rounds * num_sms) {
+    plan.order.is_folded = true;
+    plan.num_blocks = num_sms;
+    return;
+  }
+  const int64_t head_bytes = p.len_kv * (p.head_dim + p.head_dim_v) * kBytesPerElement;
+  const int64_t section = std::max<int64_t>(1, kL2Bytes / head_bytes) * (p.heads_q / p.heads_kv);
+  plan.order.section_heads = static_cast<int32_t>(std::min(section, num_heads));
+  plan.num_blocks = num_m * num_heads;
 }
 
 }  // namespace
@@ -196,7 +206,7 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
     plan.kernel = Kernel::kFwdSm90;
     plan.compiled_head_dim = compiled_head_dim_sm90(head_dim);
     plan.tile = fwd_sm90_tile(plan.compiled_head_dim, plan.is_banded);
-    plan.num_blocks = std::min<int64_t>(count_tiles() * p.heads_q * p.batch, device.num_sms);
+    schedule_fwd_sm90(p, device, plan);
   } else if (is_forward) {
     plan.kernel = Kernel::kFwdSm80;
     plan.tile = fwd_sm80_tile(plan.compiled_head_dim);
@@ -217,7 +227,6 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
         "the problem needs more than 2^31 - 1 thread blocks, rows or keys in one call. Split the "
         "batch.");
   }
-  if (plan.kernel == Kernel::kFwdSm90) plan.order = tile_order(p, num_m, plan.is_banded);
   return plan;
 }
 

@@ -48,17 +48,21 @@ struct FwdSm90 {
   static constexpr int kCleaningWarps = kBanded ? 3 : 0;
   static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim);
   static constexpr int kKvBytes = tile_bytes(kBlockN, kHeadDim);
-  // 512 registers a lane of each warpgroup in all, a multiple of 8 each.
-  static constexpr int kProducerRegisters = 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  // A lane of each warpgroup, multiples of 8. Together no more than the block got at launch, or
+  // claim_registers waits for ever.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                    kLaunchRegisters * (kConsumers + 1),
+                "registers");
 
   // Skipping the rescale of O while the maximum moves little is worth 2 to 6 %, except where the
   // vote costs more than it saves.
   static constexpr bool kLazyRescale = kHeadDim <= 128 || kBanded;
   // Waiting for the next K tile between the two rows of the softmax keeps half of the exponentials
-  // above the wait for P V: ptxas moves all of them below it otherwise. Slower at head dim 64 and
-  // with 128 keys.
-  static constexpr bool kWaitInSoftmax = kHeadDim > 64 && kBlockN != 128;
+  // above the wait for P V: ptxas moves all of them below it otherwise. Slower at head dim 64.
+  static constexpr bool kWaitInSoftmax = kHeadDim > 64;
 
   // Byte offsets into shared memory, which starts at a multiple of 1024.
   static constexpr int kK = kQBytes, kV = kK + kStages * kKvBytes;
@@ -106,10 +110,13 @@ __device__ __forceinline__ void produce_tiles(const ForwardParams& p, const FwdS
       tma_load(s_tile + i * slab, &map, s_full, i * kSlabCols, row, head, batch, policy);
   };
 
-  for (int round = 0; round * static_cast<int>(gridDim.x) < order.num_tiles(); ++round) {
-    const int index = tile_of_round(round);
-    if (index >= order.num_tiles()) continue;
-    const QueryTile tile = order.at(index);
+  // Items blockIdx.x, + gridDim.x, ...; unsigned, because the last step may pass 2^31.
+  const uint32_t parts = order.tiles_per_item(), num_steps = order.num_items() * parts;
+  for (uint32_t step = blockIdx.x * parts; step < num_steps;) {
+    const uint32_t part = step % parts;
+    const QueryTile tile = order.at(step / parts, part);
+    step += part == parts - 1 ? (gridDim.x - 1) * parts + 1 : 1;
+    if (tile.tile < 0) continue;
     const int heads = static_cast<int>(p.heads_q);
     const int batch = tile.head / heads, head = tile.head % heads;
     const int row_begin = tile.tile * Config::kBlockM;

@@ -31,9 +31,13 @@ bool encode_tile_map(CUtensorMap* map, DType dtype, const Strided<const void>& t
   const cuuint64_t dims[4] = {
       static_cast<cuuint64_t>(sizes.cols), static_cast<cuuint64_t>(sizes.len),
       static_cast<cuuint64_t>(sizes.heads), static_cast<cuuint64_t>(sizes.batch)};
-  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(tensor.stride_row * kBytesPerElement),
-                                 static_cast<cuuint64_t>(tensor.stride_head * kBytesPerElement),
-                                 static_cast<cuuint64_t>(tensor.stride_batch * kBytesPerElement)};
+  // A dimension of size 1 has stride 0 in params.h; its stride is never used, but has to be valid.
+  const auto stride_bytes = [&sizes](int64_t size, int64_t stride) {
+    return static_cast<cuuint64_t>((size == 1 ? sizes.cols : stride) * kBytesPerElement);
+  };
+  const cuuint64_t strides[3] = {stride_bytes(sizes.len, tensor.stride_row),
+                                 stride_bytes(sizes.heads, tensor.stride_head),
+                                 stride_bytes(sizes.batch, tensor.stride_batch)};
   const cuuint32_t box[4] = {kSlabCols, static_cast<cuuint32_t>(rows), 1, 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16

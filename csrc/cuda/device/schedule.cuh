@@ -1,6 +1,6 @@
 // sm_90: how the warps of a persistent block agree on the query tile they work on.
 //
-// The producer warp walks the block's share of a TileOrder, finds the keys of each query tile once,
+// The producer warp walks the block's items of a TileOrder, finds the keys of each query tile once,
 // and publishes both in a ring of two slots; every other warp reads a slot and frees it when it is
 // done with the query tile.
 #pragma once
@@ -47,12 +47,5 @@ struct TileCount {
   __device__ __forceinline__ uint32_t slot_parity() const { return taken / kTileSlots % 2; }
   __device__ __forceinline__ uint32_t q_parity() const { return taken % 2; }
 };
-
-// Tile number `round` of this block. Every second round runs backwards, so that the block that gets
-// the longest tile of one round gets the shortest of the next.
-__device__ __forceinline__ int tile_of_round(int round) {
-  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  return round * blocks + (round % 2 ? blocks - 1 - block : block);
-}
 
 }  // namespace hfb
