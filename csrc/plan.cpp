@@ -79,6 +79,13 @@ void schedule_fwd_sm90(const ForwardParams& p, const Device& device, Plan& plan)
   plan.num_blocks = num_m * num_heads;
 }
 
+Plan unsupported(std::string reason) {
+  Plan plan;
+  plan.reason = std::move(reason);
+  plan.is_unsupported = true;
+  return plan;
+}
+
 }  // namespace
 
 const char* kernel_name(Kernel kernel) {
