@@ -14,6 +14,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <array>
+#include <cmath>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -144,10 +145,9 @@ void check_score_tensor(const Tensor& t, const char* name, const ForwardParams& 
         "the device of q, " + device_text(q));
 }
 
-void set_row_limit(const OptionalTensor& t, const char* name, const ForwardParams& p,
-                   const Tensor& q, const int32_t*& data, int64_t& stride_batch,
-                   int64_t& stride_row) {
-  if (!t) return;
+RowInts row_ints(const OptionalTensor& t, const char* name, const ForwardParams& p,
+                 const Tensor& q) {
+  if (!t) return {};
   check(t->scalar_type() == ScalarType::Int, name, "dtype " + scalar_type_text(t->scalar_type()),
         "Int");
   check(t->dim() == 2 && (t->size(0) == 1 || t->size(0) == p.batch) &&
@@ -156,9 +156,41 @@ void set_row_limit(const OptionalTensor& t, const char* name, const ForwardParam
         "[1 or " + std::to_string(p.batch) + ", 1 or " + std::to_string(p.len_q) + "]");
   check(device_text(*t) == device_text(q), name, "device " + device_text(*t),
         "the device of q, " + device_text(q));
-  data = static_cast<const int32_t*>(t->const_data_ptr());
-  stride_batch = t->size(0) == 1 ? 0 : t->stride(0);
-  stride_row = t->size(1) == 1 ? 0 : t->stride(1);
+  return {static_cast<const int32_t*>(t->const_data_ptr()), t->size(0) == 1 ? 0 : t->stride(0),
+          t->size(1) == 1 ? 0 : t->stride(1)};
+}
+
+// fp32 (fp64 for fp64 inputs) numbers of a head: slopes [1|B, Hq] or sinks [1|B, 1|Hq, 1|Lq].
+void check_head_numbers(const Tensor& t, const char* name, const ForwardParams& p, const Tensor& q,
+                        int64_t dims) {
+  const int64_t sizes[] = {p.batch, p.heads_q, p.len_q};
+  bool fits = t.dim() == dims;
+  for (int64_t d = 0; fits && d < dims; ++d) fits = t.size(d) == 1 || t.size(d) == sizes[d];
+  check(fits, name, "shape " + shape_text(t),
+        "[1 or " + std::to_string(p.batch) + ", 1 or " + std::to_string(p.heads_q) +
+            (dims == 3 ? ", 1 or " + std::to_string(p.len_q) + "]" : "]"));
+  check(t.scalar_type() == lse_type(p.dtype), name, "dtype " + scalar_type_text(t.scalar_type()),
+        scalar_type_text(lse_type(p.dtype)));
+  check(device_text(t) == device_text(q), name, "device " + device_text(t),
+        "the device of q, " + device_text(q));
+}
+
+// Rate and seed. The rate is rounded to 1/65,536 and the rescale is the inverse of what is drawn.
+Dropout dropout_of(const OptionalTensor& seed, double rate, const Tensor& q) {
+  check(rate >= 0.0 && rate <= 1.0, "dropout_p", std::to_string(rate), "0 to 1");
+  if (rate == 0.0) return {};
+  check(seed.has_value(), "dropout_seed", "none", "an int64 tensor of one number");
+  check(seed->scalar_type() == ScalarType::Long && seed->numel() == 1, "dropout_seed",
+        "shape " + shape_text(*seed) + " " + scalar_type_text(seed->scalar_type()),
+        "one number of dtype Long");
+  check(device_text(*seed) == device_text(q), "dropout_seed", "device " + device_text(*seed),
+        "the device of q, " + device_text(q));
+  Dropout dropout;
+  dropout.seed = static_cast<const int64_t*>(seed->const_data_ptr());
+  dropout.keep_below = static_cast<uint32_t>(std::lround((1.0 - rate) * 65536.0));
+  dropout.rescale =
+      dropout.keep_below == 0 ? 0.f : 65536.f / static_cast<float>(dropout.keep_below);
+  return dropout;
 }
 
 int32_t window_limit(std::optional<int64_t> window, const char* name) {
@@ -182,13 +214,9 @@ void refuse_unimplemented(const Arguments& a) {
     if (present)
       throw std::runtime_error(std::string("hf_flash_backend: ") + name + " is not implemented.");
   };
-  refuse(a.query_offsets.has_value(), "query_offsets");
-  refuse(a.sinks.has_value(), "sinks");
-  refuse(a.alibi_slopes.has_value(), "alibi_slopes");
   refuse(a.cu_seqlens_q.has_value() || a.cu_seqlens_k.has_value(), "cu_seqlens");
   refuse(a.block_table.has_value(), "block_table");
   refuse(a.tile_map.has_value(), "tile_map");
-  refuse(a.dropout_seed.has_value() || a.dropout_p != 0.0, "dropout");
   refuse(a.num_splits > 1, "num_splits > 1");
 }
 
@@ -238,10 +266,24 @@ void fill_params(ForwardParams& p, const Tensor& q, const Tensor& k, const Tenso
   check(offset > -int64_t{kNoLimit} && offset < kNoLimit, "query_offset", std::to_string(offset),
         "a 32-bit integer");
   p.band.offset = static_cast<int32_t>(offset);
-  set_row_limit(a.row_start, "row_start", p, q, p.row_limits.start, p.row_limits.start_stride_batch,
-                p.row_limits.start_stride_row);
-  set_row_limit(a.row_end, "row_end", p, q, p.row_limits.end, p.row_limits.end_stride_batch,
-                p.row_limits.end_stride_row);
+  check(!(a.query_offset && a.query_offsets), "query_offset, query_offsets", "both", "one of them");
+  p.query_offsets = row_ints(a.query_offsets, "query_offsets", p, q);
+  p.row_start = row_ints(a.row_start, "row_start", p, q);
+  p.row_end = row_ints(a.row_end, "row_end", p, q);
+  p.dropout = dropout_of(a.dropout_seed, a.dropout_p, q);
+  if (a.alibi_slopes) {
+    check_head_numbers(*a.alibi_slopes, "alibi_slopes", p, q, 2);
+    p.alibi_slopes = a.alibi_slopes->const_data_ptr();
+    p.alibi_stride_batch = a.alibi_slopes->size(0) == 1 ? 0 : a.alibi_slopes->stride(0);
+    p.alibi_stride_head = a.alibi_slopes->size(1) == 1 ? 0 : a.alibi_slopes->stride(1);
+  }
+  if (a.sinks) {
+    check_head_numbers(*a.sinks, "sinks", p, q, 3);
+    auto stride = [&a](int64_t d) {
+      return a.sinks->size(d) == 1 ? int64_t{0} : a.sinks->stride(d);
+    };
+    p.sinks = {a.sinks->const_data_ptr(), stride(0), stride(1), stride(2)};
+  }
   if (a.mask) {
     check_score_tensor(*a.mask, "mask", p, q);
     check(a.mask->scalar_type() == ScalarType::Bool, "mask",
@@ -261,6 +303,10 @@ void fill_params(ForwardParams& p, const Tensor& q, const Tensor& k, const Tenso
 }
 
 #ifdef HFB_WITH_CUDA
+void throw_if(const std::string& error) {
+  if (!error.empty()) throw std::runtime_error(error);
+}
+
 // The current stream, from the libtorch_cuda that is already in the process (never linked: the same
 // file loads beside a CPU-only torch).
 void* current_stream(int device_index) {
@@ -305,10 +351,6 @@ Plan plan_or_throw(Direction direction, const ForwardParams& p, const Tensor& q)
   return plan;
 }
 
-void throw_if(const std::string& error) {
-  if (!error.empty()) throw std::runtime_error(error);
-}
-
 std::tuple<Tensor, Tensor> forward(
     const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor mask, OptionalTensor bias,
     OptionalTensor row_start, OptionalTensor row_end, OptionalTensor query_offsets,
@@ -348,7 +390,7 @@ std::tuple<Tensor, Tensor> forward(
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& dout, OptionalTensor dlse, const Tensor& q, const Tensor& k, const Tensor& v,
     const Tensor& out, const Tensor& lse, OptionalTensor mask, OptionalTensor bias,
     OptionalTensor row_start, OptionalTensor row_end, OptionalTensor query_offsets,
@@ -357,7 +399,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     OptionalTensor dropout_seed, double scale, double softcap, std::optional<int64_t> window_left,
     std::optional<int64_t> window_right, std::optional<int64_t> query_offset,
     int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/, double dropout_p, int64_t num_splits,
-    bool deterministic) {
+    bool deterministic, bool bias_grad, bool alibi_grad) {
   const Arguments arguments = {
       mask,         bias,         row_start,    row_end,   query_offsets, sinks, alibi_slopes,
       cu_seqlens_q, cu_seqlens_k, block_table,  tile_map,  dropout_seed,  scale, softcap,
@@ -385,19 +427,28 @@ std::tuple<Tensor, Tensor, Tensor> backward(
             device_text(lse) == device_text(q),
         "lse", "shape " + shape_text(lse) + " " + scalar_type_text(lse.scalar_type()),
         "the lse that forward returned");
-  Plan plan = plan_or_throw(Direction::kBackward, p, q);
-  if (deterministic && plan.kernel != Kernel::kCpu) {
-    throw std::runtime_error(
-        "hf_flash_backend: deterministic backward on CUDA is not implemented.");
-  }
-
+  p.dq_by_rows = deterministic || alibi_grad;
   Tensor dq = empty_blhd(p.batch, p.heads_q, p.len_q, p.head_dim, q);
   Tensor dk = empty_blhd(p.batch, p.heads_kv, p.len_kv, p.head_dim, q);
   Tensor dv = empty_blhd(p.batch, p.heads_kv, p.len_kv, p.head_dim_v, q);
+  check(!bias_grad || bias.has_value(), "bias_grad", "true without bias", "a bias");
+  check(!alibi_grad || alibi_slopes.has_value(), "alibi_grad", "true without alibi_slopes",
+        "alibi_slopes");
+  std::vector<int64_t> bias_sizes = {0}, alibi_sizes = {0};
+  if (bias_grad) bias_sizes = {bias->size(0), bias->size(1), bias->size(2), bias->size(3)};
+  if (alibi_grad) alibi_sizes = {p.batch, p.heads_q, p.len_q};
+  Tensor dbias = torch::stable::new_empty(q, bias_sizes, expected_lse);
+  Tensor dalibi_rows = torch::stable::new_empty(q, alibi_sizes, expected_lse);
   if (num_rows == 0 || p.len_kv == 0) {  // nothing attends: every gradient that has elements is 0
-    torch::stable::zero_(dq), torch::stable::zero_(dk), torch::stable::zero_(dv);
-    return {dq, dk, dv};
+    for (Tensor* t : {&dq, &dk, &dv, &dbias, &dalibi_rows}) torch::stable::zero_(*t);
+    return {dq, dk, dv, dbias, dalibi_rows};
   }
+  if (bias_grad) {
+    p.dbias = dbias.mutable_data_ptr();
+    p.bias_batch = bias_sizes[0], p.bias_heads = bias_sizes[1], p.bias_rows = bias_sizes[2];
+  }
+  if (alibi_grad) p.dalibi_rows = dalibi_rows.mutable_data_ptr();
+  const Plan plan = plan_or_throw(Direction::kBackward, p, q);
   p.out = strided<void>(out_in, const_cast<void*>(out_in.const_data_ptr()));
   p.lse = const_cast<void*>(lse.const_data_ptr());
   p.dout = strided_in(dout_in);
@@ -413,7 +464,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   trace_call(Direction::kBackward, p, plan, q.is_cuda() ? q.get_device_index() : -1);
   if (plan.kernel == Kernel::kCpu) {
     attention_backward_cpu(p, parallel_for);
-    return {dq, dk, dv};
+    return {dq, dk, dv, dbias, dalibi_rows};
   }
 #ifdef HFB_WITH_CUDA
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
@@ -421,7 +472,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   p.workspace = workspace.mutable_data_ptr();
   throw_if(launch_backward_cuda(p, plan, current_stream(q.get_device_index())));
 #endif
-  return {dq, dk, dv};
+  return {dq, dk, dv, dbias, dalibi_rows};
 }
 
 DType parse_dtype(const std::string& name) {
@@ -444,7 +495,7 @@ std::vector<int64_t> device_facts(int64_t index) {
 }
 
 // The plan of a call described by numbers, as JSON; "is_supported": false with a reason where
-// nothing runs. features: comma-separated, any of mask, bias, row_limits.
+// nothing runs. features: comma-separated, any of mask, bias, row_limits, alibi, dropout, sinks.
 std::string explain(std::string direction, std::vector<int64_t> facts, std::string dtype,
                     std::vector<int64_t> shape, std::string features, double scale, double softcap,
                     std::optional<int64_t> window_left, std::optional<int64_t> window_right) {
@@ -463,7 +514,11 @@ std::string explain(std::string direction, std::vector<int64_t> facts, std::stri
   if (features.find("mask") != std::string::npos)
     p.mask.data = reinterpret_cast<const bool*>(&present);
   if (features.find("bias") != std::string::npos) p.bias.data = &present;
-  if (features.find("row_limits") != std::string::npos) p.row_limits.start = &present;
+  if (features.find("row_limits") != std::string::npos) p.row_start.data = &present;
+  static const int64_t seed = 0;
+  if (features.find("alibi") != std::string::npos) p.alibi_slopes = &present;
+  if (features.find("sinks") != std::string::npos) p.sinks.data = &present;
+  if (features.find("dropout") != std::string::npos) p.dropout.seed = &seed;
   Device device;
   device.is_cuda = facts[0] != 0;
   device.sm = static_cast<int>(facts[1]);
@@ -493,7 +548,9 @@ STABLE_TORCH_LIBRARY(hf_flash_backend, m) {
         ") -> (Tensor out, Tensor lse)");
   m.def(
       "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
-      "lse, " HFB_SHARED_ARGUMENTS ") -> (Tensor dq, Tensor dk, Tensor dv)");
+      "lse, " HFB_SHARED_ARGUMENTS
+      ", bool bias_grad=False, bool alibi_grad=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor "
+      "dbias, Tensor dalibi_rows)");
   m.def("trace_start() -> int");
   m.def("trace_read(int begin) -> str");
   m.def("trace_stop() -> ()");

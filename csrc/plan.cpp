@@ -43,8 +43,9 @@ std::string why_not_sm90(bool is_forward, const ForwardParams& p, bool is_genera
 #endif
   if (!is_forward) return "backward has no sm_90 kernel yet; the generic sm_80 kernel runs";
   if (is_general) {
-    return "mask, bias, softcap and scale <= 0 have no sm_90 kernel yet; the generic sm_80 kernel "
-           "runs";
+    return "mask, bias, softcap, ALiBi, dropout and scale <= 0 have no sm_90 kernel yet; the "
+           "generic "
+           "sm_80 kernel runs";
   }
   if (p.len_kv == 0) return "there are no keys; the generic sm_80 kernel writes the zeros";
   return "";
@@ -53,8 +54,8 @@ std::string why_not_sm90(bool is_forward, const ForwardParams& p, bool is_genera
 // How fwd_sm90 takes its query tiles, and by how many blocks. Persistent blocks (one a
 // multiprocessor) overlap the end of a tile with the begin of the next, worth about two key tiles a
 // query tile; they need shares that are equal in advance. Without a band tiles are equally long;
-// with one, folded pairs are, if the pairs come out even. Otherwise, and with row limits, whose
-// lengths only the GPU knows, every tile is a block and the hardware deals them out, longest first.
+// with one, folded pairs are, if the pairs come out even. Otherwise, and with limits or offsets of single rows, which
+// only the GPU knows, every tile is a block and the hardware deals them out, longest first.
 void schedule_fwd_sm90(const ForwardParams& p, const Device& device, Plan& plan) {
   const int64_t num_m = (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m;
   const int64_t num_heads = p.batch * p.heads_q, num_sms = std::max(1, device.num_sms);
@@ -66,9 +67,9 @@ void schedule_fwd_sm90(const ForwardParams& p, const Device& device, Plan& plan)
   }
   const int64_t pairs = (num_m + 1) / 2 * num_heads;
   const int64_t rounds = (pairs + num_sms - 1) / num_sms;
-  const bool has_row_limits = p.row_limits.start != nullptr || p.row_limits.end != nullptr;
-  if (!has_row_limits && num_m > 1 &&
-      static_cast<double>(pairs) >= kEvenShares * rounds * num_sms) {
+  const bool rows_differ =
+      p.row_start.data != nullptr || p.row_end.data != nullptr || p.query_offsets.data != nullptr;
+  if (!rows_differ && num_m > 1 && static_cast<double>(pairs) >= kEvenShares * rounds * num_sms) {
     plan.order.is_folded = true;
     plan.num_blocks = num_sms;
     return;
@@ -127,10 +128,15 @@ std::string feature_list(const ForwardParams& p) {
   add(p.band.right == 0, "causal");
   add(is_window, "window");
   add(p.heads_q != p.heads_kv, "gqa");
-  add(p.row_limits.start != nullptr || p.row_limits.end != nullptr, "row_limits");
+  add(p.row_start.data != nullptr || p.row_end.data != nullptr, "row_limits");
+  add(p.query_offsets.data != nullptr, "query_offsets");
   add(p.mask.data != nullptr, "mask");
   add(p.bias.data != nullptr, "bias");
   add(p.softcap != 0.0, "softcap");
+  add(p.alibi_slopes != nullptr, "alibi");
+  add(p.sinks.data != nullptr, "sinks");
+  add(p.dropout.seed != nullptr, "dropout");
+  add(p.dq_by_rows, "dq_by_rows");
   return list;
 }
 
@@ -160,7 +166,7 @@ BackwardWorkspace backward_workspace(const ForwardParams& p, const Tile& tile, i
   w.lse = w.delta + align(rows * 4);
   w.row_blocks = w.lse + align(rows * 4);
   w.dq_accumulator = w.row_blocks + align(p.batch * num_m * static_cast<int64_t>(sizeof(RowBlock)));
-  w.total_bytes = w.dq_accumulator + align(rows * head_dim * 4);
+  w.total_bytes = w.dq_accumulator + (p.dq_by_rows ? 0 : align(rows * head_dim * 4));
   return w;
 }
 
@@ -197,10 +203,10 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
                        " is not supported on CUDA: expected at most " +
                        std::to_string(kMaxHeadDimCuda) + ". Use attn_implementation=\"sdpa\".");
   }
-  plan.is_general =
-      p.mask.data != nullptr || p.bias.data != nullptr || p.softcap != 0.0 || !(p.scale > 0.0);
+  plan.is_general = p.mask.data != nullptr || p.bias.data != nullptr || p.softcap != 0.0 ||
+                    !(p.scale > 0.0) || p.alibi_slopes != nullptr || p.dropout.seed != nullptr;
   plan.is_banded = p.band.left != kNoLimit || p.band.right != kNoLimit ||
-                   p.row_limits.start != nullptr || p.row_limits.end != nullptr;
+                   p.row_start.data != nullptr || p.row_end.data != nullptr;
   static const char* const forced = std::getenv("HFB_KERNEL");
   if (forced != nullptr && !forces_generic_kernels(forced)) {
     return unsupported(std::string("HFB_KERNEL: got '") + forced + "', expected sm80 or unset.");

@@ -105,4 +105,19 @@ constexpr Tile bwd_sm80_tile(int head_dim, bool small_smem) {
           bwd_sm80_smem_bytes(head_dim, block_m, block_n, bwd_sm80_q_stages(head_dim))};
 }
 
+// bwd_dq_sm80: Q + dO + K + V, one stage each; 16 rows a warp. 64 keys above head dim 128 spill 150
+// to 240 bytes a thread. Below 99 KiB at every head dim, so it needs no second variant.
+constexpr Tile bwd_dq_sm80_tile(int head_dim) {
+  const int block_m = head_dim <= 128 ? 128 : 64, block_n = head_dim <= 128 ? 64 : 32;
+  return {block_m, block_n, block_m / 16,
+          2 * tile_bytes(block_m, head_dim) + 2 * tile_bytes(block_n, head_dim)};
+}
+
+// bwd_dbias_sm80: Q + dO + K + V; likewise below 99 KiB.
+constexpr Tile bwd_dbias_sm80_tile(int head_dim) {
+  const int block_m = 64, block_n = head_dim <= 192 ? 64 : 32;
+  return {block_m, block_n, block_m / 16,
+          2 * tile_bytes(block_m, head_dim) + 2 * tile_bytes(block_n, head_dim)};
+}
+
 }  // namespace hfb

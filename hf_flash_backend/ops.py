@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,12 @@ def forward(
             strides.
         scale: multiplies q k^T.
         mask: bool [1|B, 1|Hq, 1|Lq, Lk], true = visible.
-        bias: [1|B, 1|Hq, 1|Lq, Lk], dtype of q or fp32, added to the scores; -inf = not visible. No
-            gradient.
+        bias: [1|B, 1|Hq, 1|Lq, Lk], dtype of q or fp32, added to the scores; -inf = not visible.
         row_start, row_end: int32 [1|B, 1|Lq]; row i sees keys row_start <= j < row_end.
+        query_offsets: int32 [1|B, 1|Lq], in place of query_offset.
+        sinks: [1|B, 1|Hq, 1|Lq], fp32 (fp64 for fp64): the score of one more key of value 0.
+        alibi_slopes: [1|B, 1|Hq], fp32 (fp64 for fp64): adds -slope * |position - key|.
+        dropout_p, dropout_seed: rate, and one int64 number on the device of q.
         softcap: 0 = off; else scores become softcap * tanh(scores / softcap), before bias and mask.
         window_left, window_right: row i, standing at key i + query_offset, sees that many keys to
             either side.
@@ -131,13 +135,9 @@ def forward(
     """
     load_library()
     refuse_unimplemented(
-        query_offsets=query_offsets is not None,
-        sinks=sinks is not None,
-        alibi_slopes=alibi_slopes is not None,
         cu_seqlens=cu_seqlens_q is not None or cu_seqlens_k is not None,
         block_table=block_table is not None,
         tile_map=tile_map is not None,
-        dropout=dropout_seed is not None or dropout_p != 0.0,
         num_splits=num_splits > 1,
     )
     if k.device != q.device or v.device != q.device:
@@ -145,18 +145,15 @@ def forward(
             f"hf_flash_backend: q, k, v: got devices {q.device}, {k.device} and {v.device}, "
             "expected one device."
         )
-    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "hf_flash_backend: the gradient of bias is not implemented. Detach it, "
-            'or use attn_implementation="eager".'
-        )
     if not torch.compiler.is_compiling():
         _refuse_device(q.device.type, q.device.index, q.dtype, max(q.shape[-1], v.shape[-1]))
     return torch.ops.hf_flash_backend.forward(
-        q, k, v, mask, bias, row_start, row_end,
+        q, k, v, mask, bias, row_start, row_end, query_offsets, sinks, alibi_slopes,
+        cu_seqlens_q, cu_seqlens_k, block_table, tile_map, dropout_seed,
         scale=scale, softcap=softcap,
         window_left=window_left, window_right=window_right, query_offset=query_offset,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, deterministic=deterministic,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, dropout_p=dropout_p,
+        num_splits=num_splits, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -213,17 +210,26 @@ def _forward_fake(q, k, v, *args, **kwargs):
     return out, q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
-def _backward_fake(dout, dlse, q, k, v, out, lse, *args, **kwargs):
-    return tuple(_empty_blhd(t, t.shape[1], t.shape[2], t.shape[3]) for t in (q, k, v))
+def _backward_fake(dout, dlse, q, k, v, out, lse, mask=None, bias=None, *args, **kwargs):
+    bias_shape = bias.shape if kwargs.get("bias_grad") else (0,)
+    alibi_shape = lse.shape if kwargs.get("alibi_grad") else (0,)
+    return (
+        *(_empty_blhd(t, t.shape[1], t.shape[2], t.shape[3]) for t in (q, k, v)),
+        lse.new_empty(bias_shape),
+        lse.new_empty(alibi_shape),
+    )
+
+
+# Optional tensors of forward in schema order, and those that have a gradient.
+_OPTIONAL = (
+    "mask", "bias", "row_start", "row_end", "query_offsets", "sinks", "alibi_slopes",
+    "cu_seqlens_q", "cu_seqlens_k", "block_table", "tile_map", "dropout_seed",
+)  # fmt: skip
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
     q, k, v, *optional = inputs
     out, lse = output
-    if any(ctx.needs_input_grad[3:]):
-        raise NotImplementedError(
-            "hf_flash_backend: only q, k and v have gradients; detach mask, bias and row limits."
-        )
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, *optional)
     ctx.scalars = keyword_only_inputs
@@ -231,17 +237,38 @@ def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
 
 def _backward(ctx, dout, dlse):
     q, k, v, out, lse, *optional = ctx.saved_tensors
-    no_grads = (None,) * len(optional)
     if dout is None and dlse is None:
-        return (None, None, None, *no_grads)
+        return (None,) * (3 + len(optional))
     if dout is None:
         dout = torch.zeros_like(out)
+    tensors = dict(zip(_OPTIONAL, optional, strict=True))
+    needs = dict.fromkeys(_OPTIONAL, False)  # torch leaves out arguments that kept their default
+    needs |= zip(_OPTIONAL, ctx.needs_input_grad[3:], strict=False)
     scalars = dict(ctx.scalars)
     scalars["deterministic"] = (
         scalars["deterministic"] or torch.are_deterministic_algorithms_enabled()
     )
-    grads = torch.ops.hf_flash_backend.backward(dout, dlse, q, k, v, out, lse, *optional, **scalars)
-    return (*grads, *no_grads)
+    dq, dk, dv, dbias, dalibi_rows = torch.ops.hf_flash_backend.backward(
+        dout, dlse, q, k, v, out, lse, *optional,
+        **scalars, bias_grad=needs["bias"], alibi_grad=needs["alibi_slopes"],
+    )  # fmt: skip
+    grads = dict.fromkeys(_OPTIONAL)
+    if needs["bias"]:
+        grads["bias"] = dbias.to(tensors["bias"].dtype)
+    if needs["alibi_slopes"]:
+        grads["alibi_slopes"] = dalibi_rows.sum(dim=-1).sum_to_size(tensors["alibi_slopes"].shape)
+    if needs["sinks"]:
+        grads["sinks"] = _sinks_grad(tensors["sinks"], dout, dlse, out, lse)
+    return (dq, dk, dv, *grads.values())
+
+
+def _sinks_grad(sinks, dout, dlse, out, lse):
+    """-P_sink (rowsum(dout * out) - dlse): the sink is a key of value 0, so its dP is 0."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+    if dlse is not None:
+        delta = delta - dlse
+    weight = torch.where(lse == -math.inf, 0.0, torch.exp(sinks - lse))
+    return -(weight * delta).sum_to_size(sinks.shape)
 
 
 def _refuse_double_backward(ctx, *grads):

@@ -19,7 +19,7 @@ def visible_keys(
     device: torch.device | str = "cpu",
     is_causal: bool = False,
     window: tuple[int | None, int | None] = (None, None),
-    query_offset: int | None = None,
+    query_offset: int | torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     row_start: torch.Tensor | None = None,
     row_end: torch.Tensor | None = None,
@@ -38,8 +38,7 @@ def visible_keys(
     left, right = window
     if is_causal:
         right = 0 if right is None else min(right, 0)
-    offset = len_kv - len_q if query_offset is None else query_offset
-    position = torch.arange(len_q, device=device)[:, None] + offset
+    position = row_positions(len_q, len_kv, query_offset, device)
     key = torch.arange(len_kv, device=device)[None, :]
     visible = torch.ones(1, 1, len_q, len_kv, dtype=torch.bool, device=device)
     if left is not None:
@@ -53,6 +52,49 @@ def visible_keys(
     if mask is not None:
         visible = visible & (mask[:, None, None, :] if mask.dim() == 2 else mask)
     return visible
+
+
+def row_positions(
+    len_q: int,
+    len_kv: int,
+    query_offset: int | torch.Tensor | None,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """The key that each row stands at, int64 [1|B, 1, Lq, 1]; query_offset as in attention()."""
+    row = torch.arange(len_q, device=device)[None, None, :, None]
+    if isinstance(query_offset, torch.Tensor):
+        offset = query_offset[:, None] if query_offset.dim() == 1 else query_offset
+        return row + offset[:, None, :, None].to(device)
+    return row + (len_kv - len_q if query_offset is None else query_offset)
+
+
+def dropout_keep(
+    seed: int, dropout_p: float, batch: int, heads: int, len_q: int, len_kv: int
+) -> torch.Tensor:
+    """Which weights dropout keeps, bool [B, Hq, Lq, Lk]: Philox4x32-7 by position (csrc/dropout.h)."""
+    head = torch.arange(batch * heads).view(batch, heads, 1, 1)
+    row, key = torch.arange(len_q)[:, None], torch.arange(len_kv)
+    word = 2**32 - 1
+    counter = [head, row // 16 * 8 + row % 8, key // 16 * 4 + key % 8 // 2, torch.tensor(0)]
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = seed & word, seed >> 32 & word
+    for _ in range(7):
+        a0, a1 = _multiply_32(0xD2511F53, c0)
+        b0, b1 = _multiply_32(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = b1 ^ c1 ^ k0, b0, a1 ^ c3 ^ k1, a0
+        k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
+    draw = row // 8 % 2 * 4 + key // 8 % 2 * 2 + key % 2
+    words = torch.stack([c0, c1, c2, c3], dim=-1)
+    index = (draw // 2).expand(words.shape[:-1])[..., None]
+    bits = words.gather(-1, index)[..., 0] >> draw % 2 * 16 & 0xFFFF
+    return bits < round((1.0 - dropout_p) * 65536)
+
+
+def _multiply_32(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(low, high) 32 bits of a * b, in int64 without overflow."""
+    low, high = a * (b & 0xFFFF), a * (b >> 16)
+    middle = (low >> 16) + high
+    return (low & 0xFFFF) | (middle & 0xFFFF) << 16, middle >> 16
 
 
 def attention_fp64(
@@ -73,7 +115,7 @@ def attention_fp64(
     Returns:
         out [B, Hq, Lq, Dv] and lse [B, Hq, Lq] (natural log, sinks included), both fp64.
     """
-    return _attention(q.double(), k.double(), v.double(), scale_q_first=False, **arguments)
+    return _attention(q.double(), k.double(), v.double(), **arguments)
 
 
 def attention_eager(
@@ -92,40 +134,14 @@ def _attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    scale_q_first: bool,
-    scale: float | None = None,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    **structure,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    **arguments,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group, len_q, len_kv = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if mask is not None and mask.dtype != torch.bool:
-        mask, bias = None, mask if bias is None else bias + mask
-    visible = visible_keys(len_q, len_kv, device=q.device, mask=mask, **structure)
-    if bias is not None:
-        visible = visible & (bias != -math.inf)
-        bias = torch.where(visible, bias, 0.0).to(q.dtype)
-    k = k.repeat_interleave(group, dim=1)
-    v = v.repeat_interleave(group, dim=1)
-    sees_a_key = visible.any(dim=-1, keepdim=True)
-    q = torch.where(sees_a_key, q, 0.0)
-
-    scores = _scores(q * scale, k, visible) if scale_q_first else _scores(q, k, visible) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    if alibi_slopes is not None:
-        offset = structure.get("query_offset")
-        offset = len_kv - len_q if offset is None else offset
-        row = torch.arange(len_q, device=q.device)[:, None] + offset
-        distance = (row - torch.arange(len_kv, device=q.device)[None, :]).abs()
-        scores = scores - alibi_slopes.to(q.dtype)[:, None, None] * distance
-    scores = torch.where(visible, scores, -math.inf)
+    len_kv = k.shape[2]
+    v = v.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores, visible = masked_scores(q, k, **arguments)
     if sinks is not None:
         column = sinks if sinks.dim() == 4 else sinks[None, :, None, None]
         column = column.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -135,7 +151,49 @@ def _attention(
     lse = torch.where(is_empty[..., 0], -math.inf, lse)
     weights = torch.softmax(torch.where(is_empty, 0.0, scores), dim=-1)[..., :len_kv]
     weights = torch.where(visible & ~is_empty, weights, 0.0)
+    if dropout_p > 0.0:
+        keep = dropout_keep(int(dropout_seed), dropout_p, *q.shape[:3], len_kv).to(q.device)
+        rate = round((1.0 - dropout_p) * 65536) / 65536  # 0 keeps nothing
+        weights = torch.where(keep, weights / rate if rate else weights, 0.0)
+    sees_a_key = visible.any(dim=-1, keepdim=True)
     return torch.where(sees_a_key, _weighted_values(weights, visible, v), 0.0), lse
+
+
+def masked_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale_q_first: bool = False,
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    **structure,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the softmax is taken of, without sinks, in the dtype of q: (scores [B, Hq, Lq, Lk], -inf
+    where hidden; visible, bool broadcastable to that).
+    """
+    len_q, len_kv = q.shape[2], k.shape[2]
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if mask is not None and mask.dtype != torch.bool:
+        mask, bias = None, mask if bias is None else bias + mask
+    visible = visible_keys(len_q, len_kv, device=q.device, mask=mask, **structure)
+    if bias is not None:
+        visible = visible & (bias != -math.inf)
+        bias = torch.where(visible, bias.to(q.dtype), 0.0)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    q = torch.where(visible.any(dim=-1, keepdim=True), q, 0.0)
+    scores = _scores(q * scale, k, visible) if scale_q_first else _scores(q, k, visible) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if alibi_slopes is not None:
+        row = row_positions(len_q, len_kv, structure.get("query_offset"), q.device)
+        distance = (row - torch.arange(len_kv, device=q.device)).abs()
+        scores = scores - alibi_slopes.to(q.dtype)[..., :, None, None] * distance
+    return torch.where(visible, scores, -math.inf), visible
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

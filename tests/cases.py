@@ -20,7 +20,10 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-KINDS = "full causal window band offset padding mask bias bias32 softcap negative rows".split()
+KINDS = (
+    "full causal window band offset offsets padding mask bias bias32 softcap negative rows "
+    "sinks sink_rows alibi alibi_batch dropout dropout_mask"
+).split()
 LAYOUTS = "bhld blhd fused expanded odd".split()
 # Lengths on both sides of every tile edge, one row, one key, more rows than keys and the reverse.
 LENGTHS = ((1, 1), (17, 64), (129, 129), (113, 203), (203, 113), (239, 1), (1, 333))
@@ -42,13 +45,15 @@ class Case:
     kind: str = "full"
     layout: str = "blhd"
     scale_up: float = 1.0  # multiplies q: 8 gives logits around +-30
+    deterministic: bool = False
 
     @property
     def id(self) -> str:
         dims = f"B{self.B}-Hq{self.Hq}-Hkv{self.Hkv}-Lq{self.Lq}-Lk{self.Lk}-D{self.D}"
         dims += f"-Dv{self.Dv}" if self.Dv != self.D else ""
         large = "-large" if self.scale_up != 1.0 else ""
-        return f"{self.dtype}-{dims}-{self.kind}-{self.layout}{large}"
+        fixed = "-deterministic" if self.deterministic else ""
+        return f"{self.dtype}-{dims}-{self.kind}-{self.layout}{large}{fixed}"
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,9 @@ def arguments_of(case: Case, device: str, g: torch.Generator) -> dict:
     def random_bools(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=g) > 0.3
 
+    def seed() -> torch.Tensor:
+        return torch.randint(-(2**62), 2**62, (1,), generator=g)
+
     kinds = {
         "full": lambda: {},
         "causal": lambda: dict(is_causal=True),
@@ -116,7 +124,25 @@ def arguments_of(case: Case, device: str, g: torch.Generator) -> dict:
         "mask": lambda: dict(mask=random_bools(B, 1, Lq, Lk)),
         "bias": lambda: dict(bias=torch.randn(1, Hq, Lq, Lk, generator=g).to(DTYPES[case.dtype])),
         "bias32": lambda: dict(bias=torch.randn(B, 1, 1, Lk, generator=g), is_causal=True),
+        "offsets": lambda: dict(
+            query_offset=torch.randint(-9, Lk, (B,), generator=g, dtype=torch.int32),
+            window=(50, 0),
+        ),
         "softcap": lambda: dict(softcap=15.0, is_causal=True),
+        "sinks": lambda: dict(sinks=torch.randn(Hq, generator=g), is_causal=True),
+        "sink_rows": lambda: dict(
+            sinks=torch.randn(B, Hq, Lq, 1, generator=g), mask=random_bools(B, 1, 1, Lk)
+        ),
+        "alibi": lambda: dict(alibi_slopes=torch.rand(Hq, generator=g) / 8, is_causal=True),
+        "alibi_batch": lambda: dict(
+            alibi_slopes=torch.rand(B, Hq, generator=g) / 8,
+            query_offset=torch.randint(0, Lk, (B, Lq), generator=g, dtype=torch.int32),
+            softcap=25.0,
+        ),
+        "dropout": lambda: dict(dropout_p=0.3, dropout_seed=seed(), is_causal=True),
+        "dropout_mask": lambda: dict(
+            dropout_p=0.1, dropout_seed=seed(), mask=random_bools(1, 1, Lq, Lk)
+        ),
         "negative": lambda: dict(scale=-0.2, is_causal=True),
         "rows": lambda: dict(
             row_start=(starts := torch.randint(0, Lk, (B, Lq), generator=g, dtype=torch.int32)),
@@ -126,6 +152,10 @@ def arguments_of(case: Case, device: str, g: torch.Generator) -> dict:
         "everything": lambda: dict(  # all forms of mask and score at once
             mask=random_bools(B, Lk),
             bias=torch.randn(1, 1, Lq, Lk, generator=g),
+            sinks=torch.randn(Hq, generator=g),
+            alibi_slopes=torch.rand(Hq, generator=g) / 16,
+            dropout_p=0.2,
+            dropout_seed=seed(),
             row_start=torch.randint(0, 1 + Lk // 2, (1, Lq), generator=g, dtype=torch.int32),
             window=(40, 3),
             softcap=20.0,
@@ -196,4 +226,10 @@ def edge(dtypes: tuple[str, ...]) -> list[Case]:
         dict(Lq=70, Lk=70, D=192, Dv=128, kind="causal"),
     ]
     shapes += [dict(D=D, Dv=D, Lq=131, Lk=131, B=1, kind="causal") for D in HEAD_DIMS]
+    shapes += [
+        dict(D=D, Dv=D, Lq=150, Lk=141, kind=kind, deterministic=True)
+        for D in (64, 96, 128, 192, 256)
+        for kind in ("causal", "everything")
+    ]
+    shapes += [dict(D=D, Dv=D, Lq=77, Lk=140, kind="bias32") for D in (64, 128, 192, 256)]
     return [Case(dtype=dtypes[i % len(dtypes)], **shape) for i, shape in enumerate(shapes)]

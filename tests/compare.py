@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
+from cases import Inputs
+
+from hf_flash_backend.reference import row_positions
 
 LSE_ULPS = 8
 NOISE_MAX = 4
@@ -90,17 +93,9 @@ def assert_lse_accurate(
 
 
 def recompute_noise(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    weights: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Typical rounding error of out, dq, dk and dv in the dtype of q, from the algorithm alone.
+    x: Inputs, weights: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Typical rounding error of each result in the dtype of q, from the algorithm alone.
 
     Backward recomputes P = exp(S - lse) from a rounded lse, and dS = P (dP - delta) subtracts two
     sums rounded apart, where eager keeps P and cancels exactly (a row that sees one key has dS = 0
@@ -108,11 +103,16 @@ def recompute_noise(
     P is off by eps (1 + |lse| + scale |q| |k|), dP - delta by eps |dout| (|v| + |out|) + eps |dlse|.
 
     Args:
-        out, lse, weights: the truth in fp64; weights [B, Hq, Lq, Lk] are the probabilities.
+        out, lse: the truth in fp64. weights: [B, Hq, Lq, Lk], the probabilities before dropout.
+
+    Returns:
+        out, dq, dk, dv, and the gradients of the arguments that have one, by name.
     """
-    eps, group = torch.finfo(q.dtype).eps, q.shape[1] // k.shape[1]
-    q, k, v, dout, dlse = (t.double() for t in (q, k, v, dout, dlse))
+    eps, group = torch.finfo(x.q.dtype).eps, x.q.shape[1] // x.k.shape[1]
+    q, k, v, dout, dlse = (t.double() for t in (x.q, x.k, x.v, x.dout, x.dlse))
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    scale = abs(x.arguments.get("scale") or q.shape[-1] ** -0.5)
+    keep = 1 / (1 - x.arguments.get("dropout_p", 0.0))  # what dropout multiplies at most
 
     def norm(t: torch.Tensor) -> torch.Tensor:
         return t.norm(dim=-1, keepdim=True)
@@ -122,12 +122,30 @@ def recompute_noise(
 
     size_lse = torch.where(lse == -math.inf, 0.0, lse).abs()[..., None]
     size_scores = scale * norm(q) * norm(k).transpose(-1, -2)
-    p_error = (eps * weights * (1 + size_lse + size_scores)) ** 2
-    size_dp = norm(dout) * (norm(v).transpose(-1, -2) + norm(out)) + dlse.abs()[..., None]
+    p_error = (eps * keep * weights * (1 + size_lse + size_scores)) ** 2
+    size_dp = norm(dout) * (keep * norm(v).transpose(-1, -2) + norm(out)) + dlse.abs()[..., None]
     ds_error = (eps * weights * size_dp) ** 2
-    return (
-        (p_error @ v**2).sqrt(),
-        scale * (ds_error @ k**2).sqrt(),
-        scale * sum_group(ds_error.transpose(-1, -2) @ q**2).sqrt(),
-        sum_group(p_error.transpose(-1, -2) @ dout**2).sqrt(),
-    )
+    noise = {
+        "out": (p_error @ v**2).sqrt(),
+        "dq": scale * (ds_error @ k**2).sqrt(),
+        "dk": scale * sum_group(ds_error.transpose(-1, -2) @ q**2).sqrt(),
+        "dv": sum_group(p_error.transpose(-1, -2) @ dout**2).sqrt(),
+    }
+    if "bias" in x.arguments:
+        noise["bias"] = ds_error.sum_to_size(x.arguments["bias"].shape).sqrt()
+    if "alibi_slopes" in x.arguments:
+        row = row_positions(
+            q.shape[2], k.shape[2], x.arguments.get("query_offset"), device=q.device
+        )
+        distance = (row - torch.arange(k.shape[2], device=q.device)).double()
+        slopes = x.arguments["alibi_slopes"]
+        by_head = (ds_error * distance**2).sum(dim=(-1, -2))
+        noise["alibi_slopes"] = by_head.sum_to_size(slopes.shape).sqrt()
+    if "sinks" in x.arguments:
+        sinks = x.arguments["sinks"]
+        column = sinks if sinks.dim() == 4 else sinks[:, None, None]
+        weight = torch.exp(column.double() - lse[..., None])
+        size = norm(dout) * norm(out) + dlse.abs()[..., None]
+        error = (eps * weight * size * (1 + size_lse)) ** 2
+        noise["sinks"] = error.sum_to_size(column.shape).sqrt().view(sinks.shape)
+    return noise

@@ -81,6 +81,10 @@ void attention_backward_cpu(const BackwardParams& p, ParallelFor parallel_for) {
   run(parallel_for, row_blocks, [&](int64_t begin, int64_t end) { k.dq(p, delta, begin, end); });
   run(parallel_for, p.batch * p.heads_kv * num_cpu_blocks(p.len_kv),
       [&](int64_t begin, int64_t end) { k.dkv(p, delta, begin, end); });
+  if (p.dbias) {
+    run(parallel_for, p.bias_batch * p.bias_heads * num_cpu_blocks(p.len_kv),
+        [&](int64_t begin, int64_t end) { k.dbias(p, delta, begin, end); });
+  }
 }
 
 }  // namespace hfb

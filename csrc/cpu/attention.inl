@@ -74,6 +74,7 @@ void forward_blocks(const ForwardParams& p, int64_t work_begin, int64_t work_end
         row_max[r] = m;
         if (rescale != T(1)) scale_row(o + r * dv, rescale, dv);
       }
+      if (p.dropout.seed) rows.drop(s, key);
       multiply(rows.count, p.head_dim_v, kCpuBlock, s, kCpuBlock, 1, v, dv, o, dv, true);
       // What clear_nonfinite took out goes to the rows that do see it.
       for (int64_t j : nonfinite) {
@@ -89,6 +90,13 @@ void forward_blocks(const ForwardParams& p, int64_t work_begin, int64_t work_end
     }
 
     for (int64_t r = 0; r < rows.count; ++r) {
+      if (const T sink = rows.sink_of(r); sink != -std::numeric_limits<T>::infinity()) {
+        const T m = std::max(row_max[r], sink);  // one more key, whose value is 0
+        const T rescale = std::exp(row_max[r] - m);
+        row_sum[r] = row_sum[r] * rescale + std::exp(sink - m);
+        scale_row(o + r * dv, rescale, dv);
+        row_max[r] = m;
+      }
       const bool saw_nothing = row_sum[r] == T(0);
       const int64_t row = rows.begin + r;
       write_row(p.dtype, p.out.data,
@@ -131,10 +139,15 @@ void delta_blocks(const BackwardParams& p, void* delta, int64_t work_begin, int6
 }
 
 // P and dS [rows, kCpuBlock] of one block of rows and one of keys, in place of s and ds.
+//
+//   s  in: raw q k^T     out: P, with dropout if any, the weights of dO in dV
+//   ds in: dO V^T        out: derivative of the loss by scale q k^T
+//   slope: scratch, derivative of softcap; offset_grad, if given: derivative by bias and ALiBi
 template <typename T>
 void probabilities(const BackwardParams& p, const RowsOfBlock<T>& rows, const T* delta, int64_t key,
-                   TileKind kind, T* s, T* ds, T* slope) {
+                   TileKind kind, T* s, T* ds, T* slope, T* offset_grad = nullptr) {
   rows.finish_scores(s, key, kind, p.softcap != 0.0 ? slope : nullptr);
+  if (p.dropout.seed) rows.drop(ds, key);
   const int64_t first = (rows.batch * p.heads_q + rows.head) * p.len_q + rows.begin;
   for (int64_t r = 0; r < rows.count; ++r) {
     T* s_row = s + r * kCpuBlock;
@@ -143,15 +156,16 @@ void probabilities(const BackwardParams& p, const RowsOfBlock<T>& rows, const T*
     if (lse == -std::numeric_limits<T>::infinity()) {
       std::fill(s_row, s_row + kCpuBlock, T(0));
       std::fill(ds_row, ds_row + kCpuBlock, T(0));
+      if (offset_grad) std::fill_n(offset_grad + r * kCpuBlock, kCpuBlock, T(0));
       continue;
     }
     const bool is_masked = kind == TileKind::kMasked || rows.has_score_terms();
     exp_row(s_row, lse, kCpuBlock);
     for (int64_t j = 0; j < kCpuBlock; ++j) {
       T derivative = s_row[j] * (ds_row[j] - row_delta);
-      if (p.softcap != 0.0) derivative *= slope[r * kCpuBlock + j];
-      ds_row[j] =
-          is_masked && s_row[j] == T(0) ? T(0) : derivative;  // dP of a hidden key may be NaN
+      if (is_masked && s_row[j] == T(0)) derivative = 0;  // dP of a hidden key may be NaN
+      if (offset_grad) offset_grad[r * kCpuBlock + j] = derivative;
+      ds_row[j] = p.softcap != 0.0 ? derivative * slope[r * kCpuBlock + j] : derivative;
     }
     if (lse != lse && is_masked) {  // NaN - (-inf): hidden keys stay out of a NaN row too
       for (int64_t j = 0; j < kCpuBlock; ++j) {
@@ -160,6 +174,7 @@ void probabilities(const BackwardParams& p, const RowsOfBlock<T>& rows, const T*
       }
     }
   }
+  if (p.dropout.seed) rows.drop(s, key);
 }
 
 // Q and dO of a block of rows, with rows that see nothing cleared; what they hold must not reach
@@ -211,7 +226,7 @@ template <typename T>
 void dq_blocks(const BackwardParams& p, const void* delta, int64_t work_begin, int64_t work_end) {
   const int64_t num_m = num_cpu_blocks(p.len_q);
   const int64_t ldk = padded<T>(p.head_dim), ldv = padded<T>(p.head_dim_v);
-  Buffer<T> q_buffer, dout_buffer, dq_buffer, s_buffer, ds_buffer, slope_buffer;
+  Buffer<T> q_buffer, dout_buffer, dq_buffer, s_buffer, ds_buffer, slope_buffer, offset_buffer;
   KeyBlock<T> keys;
   for (int64_t work = work_begin; work < work_end; ++work) {
     const int64_t batch = work / num_m / p.heads_q, head = work / num_m % p.heads_q;
@@ -223,6 +238,8 @@ void dq_blocks(const BackwardParams& p, const void* delta, int64_t work_begin, i
     T* s = s_buffer.get(kCpuBlock * kCpuBlock);
     T* ds = ds_buffer.get(kCpuBlock * kCpuBlock);
     T* slope = slope_buffer.get(p.softcap != 0.0 ? kCpuBlock * kCpuBlock : 0);
+    T* offset_grad = p.dalibi_rows ? offset_buffer.get(kCpuBlock * kCpuBlock) : nullptr;
+    T alibi_grad[kCpuBlock] = {};
     read_row_block(p, rows, q, ldk, dout, ldv);
     const TileSpan span = visited_key_tiles(rows.joined, kCpuBlock);
     for (int64_t n = span.first; n < span.last; ++n) {
@@ -234,10 +251,19 @@ void dq_blocks(const BackwardParams& p, const void* delta, int64_t work_begin, i
                false);
       multiply(rows.count, kCpuBlock, p.head_dim_v, dout, ldv, 1, keys.vt, kCpuBlock, ds, kCpuBlock,
                false);
-      probabilities(p, rows, static_cast<const T*>(delta), key, kind, s, ds, slope);
+      probabilities(p, rows, static_cast<const T*>(delta), key, kind, s, ds, slope, offset_grad);
       multiply(rows.count, p.head_dim, kCpuBlock, ds, kCpuBlock, 1, keys.k, ldk, dq, ldk, true);
+      if (!offset_grad) continue;
+      for (int64_t r = 0; r < rows.count; ++r) {
+        for (int64_t j = 0; j < std::min<int64_t>(kCpuBlock, p.len_kv - key); ++j)
+          alibi_grad[r] -= offset_grad[r * kCpuBlock + j] * rows.distance(r, key + j);
+      }
     }
     for (int64_t r = 0; r < rows.count; ++r) {
+      if (p.dalibi_rows) {
+        static_cast<T*>(p.dalibi_rows)[(batch * p.heads_q + head) * p.len_q + rows.begin + r] =
+            alibi_grad[r];
+      }
       const int64_t offset =
           batch * p.dq.stride_batch + head * p.dq.stride_head + (rows.begin + r) * p.dq.stride_row;
       write_row(p.dtype, p.dq.data, offset, dq + r * ldk, static_cast<T>(p.scale), p.head_dim);
@@ -259,7 +285,7 @@ void dkv_blocks(const BackwardParams& p, const void* delta, int64_t work_begin, 
     T* dk = dk_buffer.get_zeroed(kCpuBlock * ldk);
     T* dv = dv_buffer.get_zeroed(kCpuBlock * ldv);
     const TileSpan span =
-        visited_row_tiles(p.band, static_cast<int32_t>(key), static_cast<int32_t>(key_end),
+        visited_row_tiles(p.shared_band(), static_cast<int32_t>(key), static_cast<int32_t>(key_end),
                           static_cast<int32_t>(p.len_q), kCpuBlock);
     for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
       for (int64_t m = span.first; m < span.last; ++m) {
@@ -294,5 +320,54 @@ void dkv_blocks(const BackwardParams& p, const void* delta, int64_t work_begin, 
   }
 }
 
+// dbias, in the shape of bias: a piece of work owns the keys of one block in one (batch, head) of
+// the bias and adds every batch, head and row that read them, in a fixed order.
 template <typename T>
-constexpr CpuKernels kKernels = {forward_blocks<T>, delta_blocks<T>, dq_blocks<T>, dkv_blocks<T>};
+void dbias_blocks(const BackwardParams& p, const void* delta, int64_t work_begin,
+                  int64_t work_end) {
+  const int64_t num_n = num_cpu_blocks(p.len_kv), num_m = num_cpu_blocks(p.len_q);
+  const int64_t ldk = padded<T>(p.head_dim), ldv = padded<T>(p.head_dim_v);
+  Buffer<T> q_buffer, dout_buffer, s_buffer, ds_buffer, slope_buffer, grad_buffer;
+  KeyBlock<T> keys;
+  for (int64_t work = work_begin; work < work_end; ++work) {
+    const int64_t bias_batch = work / num_n / p.bias_heads, bias_head = work / num_n % p.bias_heads;
+    const int64_t key = work % num_n * kCpuBlock,
+                  num_keys = std::min<int64_t>(kCpuBlock, p.len_kv - key);
+    T* dbias = static_cast<T*>(p.dbias) +
+               (bias_batch * p.bias_heads + bias_head) * p.bias_rows * p.len_kv + key;
+    for (int64_t r = 0; r < p.bias_rows; ++r) std::fill_n(dbias + r * p.len_kv, num_keys, T(0));
+    for (int64_t batch = 0; batch < p.batch; ++batch) {
+      if (p.bias_batch > 1 && batch != bias_batch) continue;
+      for (int64_t head = 0; head < p.heads_q; ++head) {
+        if (p.bias_heads > 1 && head != bias_head) continue;
+        keys.read(p, batch, head / (p.heads_q / p.heads_kv), key, ldk, ldv);
+        for (int64_t m = 0; m < num_m; ++m) {
+          const RowsOfBlock<T> rows(p, batch, head, m);
+          const TileKind kind = classify_tile(rows.joined, static_cast<int32_t>(key),
+                                              static_cast<int32_t>(key + kCpuBlock));
+          if (kind == TileKind::kSkip) continue;
+          T* q = q_buffer.get(kCpuBlock * ldk);
+          T* dout = dout_buffer.get(kCpuBlock * ldv);
+          T* s = s_buffer.get(kCpuBlock * kCpuBlock);
+          T* ds = ds_buffer.get(kCpuBlock * kCpuBlock);
+          T* slope = slope_buffer.get(p.softcap != 0.0 ? kCpuBlock * kCpuBlock : 0);
+          T* grad = grad_buffer.get(kCpuBlock * kCpuBlock);
+          read_row_block(p, rows, q, ldk, dout, ldv);
+          multiply(rows.count, kCpuBlock, p.head_dim, q, ldk, 1, keys.kt, kCpuBlock, s, kCpuBlock,
+                   false);
+          multiply(rows.count, kCpuBlock, p.head_dim_v, dout, ldv, 1, keys.vt, kCpuBlock, ds,
+                   kCpuBlock, false);
+          probabilities(p, rows, static_cast<const T*>(delta), key, kind, s, ds, slope, grad);
+          for (int64_t r = 0; r < rows.count; ++r) {
+            T* row = dbias + (p.bias_rows > 1 ? (rows.begin + r) * p.len_kv : 0);
+            for (int64_t j = 0; j < num_keys; ++j) row[j] += grad[r * kCpuBlock + j];
+          }
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+constexpr CpuKernels kKernels = {forward_blocks<T>, delta_blocks<T>, dq_blocks<T>, dkv_blocks<T>,
+                                 dbias_blocks<T>};

@@ -102,17 +102,6 @@ class Buffer {
   std::vector<T> storage_;
 };
 
-inline KeyRange row_keys(const ForwardParams& p, int64_t batch, int64_t row) {
-  const auto len_kv = static_cast<int32_t>(p.len_kv);
-  const RowLimits& limits = p.row_limits;
-  KeyRange own = {0, len_kv};
-  if (limits.start)
-    own.begin = limits.start[batch * limits.start_stride_batch + row * limits.start_stride_row];
-  if (limits.end)
-    own.end = limits.end[batch * limits.end_stride_batch + row * limits.end_stride_row];
-  return intersect(band_keys(p.band, static_cast<int32_t>(row), len_kv), own, len_kv);
-}
-
 // One block of query rows of one head, and what its rows see.
 template <typename T>
 struct RowsOfBlock {
@@ -128,12 +117,27 @@ struct RowsOfBlock {
         begin(block * kCpuBlock),
         count(std::min<int64_t>(kCpuBlock, params.len_q - block * kCpuBlock)),
         joined(RowBlock::none(static_cast<int32_t>(params.len_kv))) {
-    for (int64_t r = 0; r < count; ++r) joined.add(keys[r] = row_keys(p, batch, begin + r));
+    for (int64_t r = 0; r < count; ++r) joined.add(keys[r] = p.row_keys(batch, begin + r));
   }
 
-  bool has_score_terms() const { return p.mask.data || p.bias.data || p.softcap != 0.0; }
+  bool has_score_terms() const {
+    return p.mask.data || p.bias.data || p.alibi_slopes || p.softcap != 0.0;
+  }
 
-  // bias (T(0) without one) and mask of (row, key); -inf where the key is hidden from the row.
+  // The score of the row's sink, -inf without one. T is the dtype that sinks come in.
+  T sink_of(int64_t row) const {
+    if (!p.sinks.data) return -std::numeric_limits<T>::infinity();
+    return static_cast<const T*>(
+        p.sinks.data)[batch * p.sinks.stride_batch + head * p.sinks.stride_head +
+                      (begin + row) * p.sinks.stride_row];
+  }
+
+  // |position of row - key|, the factor of -slope in the score.
+  T distance(int64_t row, int64_t key) const {
+    return static_cast<T>(std::abs(p.position(batch, begin + row) - key));
+  }
+
+  // bias and ALiBi (T(0) without them) and mask of (row, key); -inf where the key is hidden.
   T offset_of(int64_t row, int64_t key) const {
     constexpr T kHidden = -std::numeric_limits<T>::infinity();
     if (key < keys[row].begin || key >= keys[row].end) return kHidden;
@@ -142,7 +146,13 @@ struct RowsOfBlock {
                                     r * p.mask.stride_row + key]) {
       return kHidden;
     }
-    if (!p.bias.data) return 0;
+    T offset = 0;
+    if (p.alibi_slopes) {
+      const T slope = static_cast<const T*>(
+          p.alibi_slopes)[batch * p.alibi_stride_batch + head * p.alibi_stride_head];
+      offset = -slope * distance(row, key);
+    }
+    if (!p.bias.data) return offset;
     T bias = 0;
     const int64_t element =
         batch * p.bias.stride_batch + head * p.bias.stride_head + r * p.bias.stride_row + key;
@@ -151,7 +161,25 @@ struct RowsOfBlock {
                           : p.bias_dtype == DType::kFloat32 ? 4
                                                             : 2;
     read_rows(p.bias_dtype, data + element * bytes, 0, 0, 1, 1, &bias, 1);
-    return bias;
+    return offset + bias;
+  }
+
+  // Multiplies the probabilities [count, kCpuBlock] of the keys from key_begin by 0 or the rescale.
+  void drop(T* weights, int64_t key_begin) const {
+    static_assert(kCpuBlock % 16 == 0, "a call of dropout_draws stays inside the block");
+    const auto batch_head = static_cast<uint32_t>(batch * p.heads_q + head);
+    const auto seed = static_cast<uint64_t>(*p.dropout.seed);
+    const T rescale = p.dropout.keep_below ? T(65536) / p.dropout.keep_below : T(0);
+    for (int64_t r = 0; r < count; r += r % 16 == 7 ? 9 : 1) {
+      for (int64_t j = 0; j < kCpuBlock; j += j % 16 == 6 ? 10 : 2) {
+        const DropoutDraws draws = dropout_draws(seed, batch_head, begin + r, key_begin + j);
+        for (int64_t i = 0; i < 8; ++i) {
+          const int64_t row = r + i / 4 * 8, key = j + i / 2 % 2 * 8 + i % 2;
+          T& weight = weights[row * kCpuBlock + key];
+          weight = draws.at(row, key) < p.dropout.keep_below ? weight * rescale : T(0);
+        }
+      }
+    }
   }
 
   // Scores [count, kCpuBlock] of the keys from key_begin: raw q k^T in, natural units with softcap,

@@ -1,7 +1,7 @@
 // The block kernels are compiled once for each instruction set from the same .inl files.
 #pragma once
 
-#include "../params.h"
+#include "../dropout.h"
 
 namespace hfb {
 
@@ -14,6 +14,8 @@ struct CpuKernels {
   void (*dq)(const BackwardParams&, const void* delta, int64_t begin, int64_t end);
   void (*dkv)(const BackwardParams&, const void* delta, int64_t begin,
               int64_t end);  // num_key_blocks
+  void (*dbias)(const BackwardParams&, const void* delta, int64_t begin,
+                int64_t end);  // of key blocks of every (batch, head) that the bias has
 };
 
 // Rows and keys of a block: a multiple of every micro-kernel's rows (6, 12) and vector pair (16,

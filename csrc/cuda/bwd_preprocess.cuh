@@ -4,7 +4,7 @@
 //   lse   times lse_factor                [B, Hq, Lq_padded] fp32, in base 2 or natural as scores
 //         of bwd_sm80 are; +inf for padding rows and rows that see no key, so that P = 0 there
 //   row_blocks [B, Lq_padded / block_m]   what the tile's rows see: bwd_sm80 skips and masks by it
-//   dq_accumulator tile = 0
+//   dq_accumulator tile = 0, where there is one
 //
 // Thread mapping: eight lanes a row, 16 bytes a lane and step. No shared-memory tiles.
 #pragma once
@@ -19,9 +19,20 @@ struct BackwardBuffers {
   float* delta;
   float* lse;
   RowBlock* row_blocks;
-  float* dq_accumulator;
+  float* dq_accumulator;  // null if dq is computed by rows
   int len_q_padded;
 };
+
+// The parts of the workspace that plan laid out.
+inline BackwardBuffers backward_buffers(const BackwardParams& params, const Plan& plan) {
+  const BackwardWorkspace layout = backward_workspace(params, plan.tile, plan.compiled_head_dim);
+  char* base = static_cast<char*>(params.workspace);
+  auto part = [base](int64_t offset) { return reinterpret_cast<float*>(base + offset); };
+  return {part(layout.delta), part(layout.lse),
+          reinterpret_cast<RowBlock*>(base + layout.row_blocks),
+          params.dq_by_rows ? nullptr : part(layout.dq_accumulator),
+          static_cast<int>(layout.len_q_padded)};
+}
 
 template <typename T, int kHeadDim, int kBlockM, int kThreads>
 __global__ void __launch_bounds__(kThreads)
@@ -41,10 +52,12 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) buffers.row_blocks[batch * num_m + m] = rows;
   }
 
-  float4* accumulator = reinterpret_cast<float4*>(buffers.dq_accumulator +
-                                                  (batch_head * num_m + m) * (kBlockM * kHeadDim));
-  for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += kThreads)
-    accumulator[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (buffers.dq_accumulator != nullptr) {
+    float4* accumulator = reinterpret_cast<float4*>(
+        buffers.dq_accumulator + (batch_head * num_m + m) * (kBlockM * kHeadDim));
+    for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += kThreads)
+      accumulator[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
 
   const T* g_out =
       static_cast<const T*>(p.out.data) + batch * p.out.stride_batch + head * p.out.stride_head;

@@ -1,5 +1,6 @@
-// Launches the backward pass at one head dim: preprocess, main kernel, postprocess. Compiled once
-// for each HFB_HEAD_DIM.
+// Launches the backward pass at one head dim: preprocess, main kernel, then postprocess or
+// bwd_dq_sm80, and bwd_dbias_sm80 where the bias wants a gradient. Compiled once for each
+// HFB_HEAD_DIM.
 #include "bwd_postprocess.cuh"
 #include "bwd_sm80.cuh"
 #include "launch.h"
@@ -16,15 +17,9 @@ template <typename T, bool kGeneral, bool kSmallSmem>
 cudaError_t launch(const BackwardParams& params, const Plan& plan, cudaStream_t stream) {
   using Config = BwdSm80<T, HFB_HEAD_DIM, kSmallSmem>;
   constexpr int kThreads = Config::kThreads, kBlockM = Config::kBlockM;
-  const BackwardWorkspace layout = backward_workspace(params, plan.tile, HFB_HEAD_DIM);
-  char* base = static_cast<char*>(params.workspace);
-  const BackwardBuffers buffers = {reinterpret_cast<float*>(base + layout.delta),
-                                   reinterpret_cast<float*>(base + layout.lse),
-                                   reinterpret_cast<RowBlock*>(base + layout.row_blocks),
-                                   reinterpret_cast<float*>(base + layout.dq_accumulator),
-                                   static_cast<int>(layout.len_q_padded)};
+  const BackwardBuffers buffers = backward_buffers(params, plan);
   const auto row_tiles =
-      static_cast<unsigned>(layout.len_q_padded / kBlockM * params.heads_q * params.batch);
+      static_cast<unsigned>(buffers.len_q_padded / kBlockM * params.heads_q * params.batch);
 
   bwd_preprocess_kernel<T, HFB_HEAD_DIM, kBlockM, kThreads>
       <<<row_tiles, kThreads, 0, stream>>>(params, buffers, kGeneral ? 1.f : kLog2e);
@@ -37,6 +32,13 @@ cudaError_t launch(const BackwardParams& params, const Plan& plan, cudaStream_t 
       params, buffers);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
 
+  if (params.dbias) {
+    const int error = launch_bwd_dbias_sm80<HFB_HEAD_DIM>(params, plan, stream);
+    if (error != cudaSuccess) return static_cast<cudaError_t>(error);
+  }
+  if (params.dq_by_rows) {
+    return static_cast<cudaError_t>(launch_bwd_dq_sm80<HFB_HEAD_DIM>(params, plan, stream));
+  }
   auto* postprocess = bwd_postprocess_kernel<T, HFB_HEAD_DIM, kBlockM, kThreads>;
   if (const cudaError_t error = allow_smem(postprocess, Config::kQBytes); error != cudaSuccess)
     return error;

@@ -11,7 +11,8 @@
 //               they are read transposed
 //   dQ        = fp32 reductions into a workspace in thread order (float4 i of thread t lies at
 //               i * kThreads + t), so every warp writes whole 512-byte runs; bwd_postprocess
-//               un-permutes. The order of these additions is not fixed
+//               un-permutes. The order of these additions is not fixed; without an accumulator
+//               bwd_dq_sm80 computes dQ, by rows
 //   shared    = K + V [kBlockN, D] + kQStages Q + dO [kBlockM, D] + P + dS [kBlockM, kBlockN];
 //               tiles.h: 88 KiB at D = 64, 144 KiB at 96, 128 and 256, 112 KiB at 192; a smaller
 //               tile on GPUs that offer only 99 KiB
@@ -28,6 +29,7 @@
 
 #include "bwd_preprocess.cuh"
 #include "device/gemm.cuh"
+#include "device/gradient.cuh"
 
 namespace hfb {
 
@@ -82,11 +84,11 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
       static_cast<const T*>(p.k.data) + batch * p.k.stride_batch + head_kv * p.k.stride_head;
   const T* g_v =
       static_cast<const T*>(p.v.data) + batch * p.v.stride_batch + head_kv * p.v.stride_head;
-  const float scale = static_cast<float>(p.scale), scale_log2 = scale * kLog2e;
+  const float scale = static_cast<float>(p.scale);
 
   // The walk over (head of the group, query tile): tiles of which no row sees a key of this block
   // are left out.
-  const TileSpan span = visited_row_tiles(p.band, key_begin, key_end, len_q, kBlockM);
+  const TileSpan span = visited_row_tiles(p.shared_band(), key_begin, key_end, len_q, kBlockM);
   struct Position {
     int g, m;
   };
@@ -176,32 +178,28 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
 
 #pragma unroll
     for (int mb = 0; mb < kS.row_blocks; ++mb) {
+      uint32_t kept[kS.cols / 16];  // see dropout_keep_bits
+#pragma unroll
+      for (int kk = 0; kk < kS.cols / 16; ++kk) {
+        kept[kk] = ~0u;
+        if (kGeneral && p.dropout.seed) {
+          kept[kk] = dropout_keep_bits(p.dropout, static_cast<uint32_t>(batch_head),
+                                       row_begin + s_row + 16 * mb + lane / 4,
+                                       key_begin + s_col + 16 * kk + 2 * (lane & 3));
+        }
+      }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int tile_row = s_row + 16 * mb + 8 * r + lane / 4, row = row_begin + tile_row;
-        const float lse = g_lse[tile_row], delta = g_delta[tile_row];
-        KeyRange keys = {0, len_kv};
-        if (is_masked) keys = row < len_q ? row_keys(p, batch, row) : KeyRange{0, 0};
-        const ScoreRow score_row(p, static_cast<int>(batch), head, row);
+        const int tile_row = s_row + 16 * mb + 8 * r + lane / 4;
+        const GradientRow<T, kGeneral> row(p, static_cast<int>(batch), head, row_begin + tile_row,
+                                           g_lse[tile_row], g_delta[tile_row], is_masked);
 #pragma unroll
         for (int j = 0; j < kS.cols / 8; ++j) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const int key = key_begin + s_col + 8 * j + (lane & 3) * 2 + e;
-            float& score = scores[mb][4 * j + 2 * r + e];
-            float& dscore = dp[mb][4 * j + 2 * r + e];
-            const bool visible = key >= keys.begin && key < keys.end;
-            float cap_slope = 1.f;
-            if constexpr (kGeneral) {
-              const float raw = score * scale;
-              score = visible ? score_row.template apply<T>(raw, key) : -INFINITY;
-              if (visible) cap_slope = score_row.softcap_slope(raw);
-              score = score == -INFINITY ? 0.f : exp2_approx((score - lse) * kLog2e);
-            } else {
-              score = is_masked && !visible ? 0.f : exp2_approx(fmaf(score, scale_log2, -lse));
-            }
-            // dP of a hidden key may be NaN; its dS is 0 all the same.
-            dscore = is_masked && score == 0.f ? 0.f : score * (dscore - delta) * cap_slope;
+            const int i = 4 * j + 2 * r + e;
+            row.apply(scores[mb][i], dp[mb][i], key_begin + s_col + 8 * j + (lane & 3) * 2 + e,
+                      kept[i / 8] >> (i % 8) & 1);
           }
         }
       }
@@ -214,18 +212,20 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
         dv,
         [&](int kk, int mb) { return a_trans_address<kBlockM>(s_p, kk, kv_row + 16 * mb, lane); },
         [&](int kk, int col) { return b_trans_address<kBlockM>(s_do, kk, kv_col + col, lane); });
-    float dq[kDq.row_blocks][kDq.cols / 2] = {};
-    multiply<T, kBlockN, kTransB>(  // dQ = dS K
-        dq, [&](int kk, int mb) { return a_address<kBlockM>(s_ds, dq_row + 16 * mb, kk, lane); },
-        [&](int kk, int col) { return b_trans_address<kBlockN>(s_k, kk, dq_col + col, lane); });
-    float* accumulator = buffers.dq_accumulator +
-                         (batch_head * num_m + at.m) * (kBlockM * kHeadDim) + threadIdx.x * 4;
+    if (buffers.dq_accumulator != nullptr) {
+      float dq[kDq.row_blocks][kDq.cols / 2] = {};
+      multiply<T, kBlockN, kTransB>(  // dQ = dS K
+          dq, [&](int kk, int mb) { return a_address<kBlockM>(s_ds, dq_row + 16 * mb, kk, lane); },
+          [&](int kk, int col) { return b_trans_address<kBlockN>(s_k, kk, dq_col + col, lane); });
+      float* accumulator = buffers.dq_accumulator +
+                           (batch_head * num_m + at.m) * (kBlockM * kHeadDim) + threadIdx.x * 4;
 #pragma unroll
-    for (int mb = 0; mb < kDq.row_blocks; ++mb) {
+      for (int mb = 0; mb < kDq.row_blocks; ++mb) {
 #pragma unroll
-      for (int j = 0; j < kDq.cols / 8; ++j) {
-        red_add_4(accumulator, &dq[mb][4 * j]);
-        accumulator += kThreads * 4;
+        for (int j = 0; j < kDq.cols / 8; ++j) {
+          red_add_4(accumulator, &dq[mb][4 * j]);
+          accumulator += kThreads * 4;
+        }
       }
     }
     __syncthreads();  // barrier 3
@@ -255,7 +255,8 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
   for (int mb = 0; mb < kDkv.row_blocks; ++mb) {
     const int row = kv_row + 16 * mb;
     store_accumulator<T, kBlockN>(smem, dk[mb], row, kv_col, lane, scale, scale);
-    store_accumulator<T, kBlockN>(s_v_bytes, dv[mb], row, kv_col, lane, 1.f, 1.f);
+    store_accumulator<T, kBlockN>(s_v_bytes, dv[mb], row, kv_col, lane, p.dropout.rescale,
+                                  p.dropout.rescale);
   }
   __syncthreads();
   T* g_dk = static_cast<T*>(p.dk.data) + batch * p.dk.stride_batch + head_kv * p.dk.stride_head;

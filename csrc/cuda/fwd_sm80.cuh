@@ -14,8 +14,8 @@
 //   2, before the softmax   cp.async.wait V(n)           V(n)         K: all warps did Q K(n)^T
 //   Copies in flight: V(n) under Q K(n)^T, K(n - 1) under the softmax and P V(n).
 //
-// Template: kGeneral adds softcap, bias, mask and any sign of scale; without it only the key range
-// of a row matters and full tiles run unmasked.
+// Template: kGeneral adds softcap, bias, ALiBi, mask, dropout and any sign of scale; without it only
+// the key range of a row matters and full tiles run unmasked. A sink joins once, at the end.
 // In sync with: tiles.h (sizes), tiling.h (which tiles), reference.py (semantics).
 #pragma once
 
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = lane_row(mb, r);
-      const KeyRange visible = row < len_q ? row_keys(p, batch, row) : KeyRange{0, 0};
+      const KeyRange visible = row < len_q ? p.row_keys(batch, row) : KeyRange{0, 0};
       const ScoreRow score_row(p, static_cast<int>(batch), head, row);
 #pragma unroll
       for (int j = 0; j < kBlockN / 8; ++j) {
@@ -147,11 +147,21 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
     for (int kk = 0; kk < kBlockN / 16; ++kk) {
       uint32_t a[kRowBlocks][4];  // P [16, 16]: the accumulator layout is the A operand's
 #pragma unroll
-      for (int mb = 0; mb < kRowBlocks; ++mb)
+      for (int mb = 0; mb < kRowBlocks; ++mb) {
+        if (kGeneral && p.dropout.seed) {
+          const uint32_t kept =
+              dropout_keep_bits(p.dropout, static_cast<uint32_t>(batch * p.heads_q + head),
+                                lane_row(mb, 0), n * kBlockN + 16 * kk + 2 * (lane & 3));
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            if (!(kept >> i & 1)) scores[mb][8 * kk + i] = 0.f;
+          }
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           a[mb][i] = pack2<T>(scores[mb][8 * kk + 2 * i], scores[mb][8 * kk + 2 * i + 1]);
         }
+      }
 #pragma unroll
       for (int j = 0; j < kHeadDim / 16; ++j) {
         uint32_t b[4];
@@ -192,9 +202,10 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
     float inverse_sum[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float lse;
-      inverse_sum[r] = softmax[mb].finish(r, lse);
       const int row = lane_row(mb, r);
+      float lse;
+      inverse_sum[r] = softmax[mb].finish(r, row_sink(p, batch, head, row), lse);
+      if (kGeneral) inverse_sum[r] *= p.dropout.rescale;  // 1 without dropout
       if (lane % 4 == 0 && row < len_q) g_lse[row] = lse;
     }
     store_accumulator<T, kBlockM>(smem, out[mb], warp_row + 16 * mb, 0, lane, inverse_sum[0],

@@ -1,4 +1,4 @@
-// Forward attention for sm_90 (Hopper), fp16 and bf16, without mask, bias and softcap.
+// Forward attention for sm_90 (Hopper), fp16 and bf16, without mask, bias, softcap, ALiBi, dropout.
 //                     FA2, arXiv:2307.08691, Alg. 1; overlap of FA3, arXiv:2407.08608, Alg. 2.
 //
 //   one block = one SM, persistent; it takes query tiles of kBlockM rows in the order of TileOrder
@@ -114,7 +114,7 @@ __device__ __forceinline__ void consume_tiles(const ForwardParams& p, char* smem
         KeyRange visible = {0, static_cast<int32_t>(p.len_kv)};
         if constexpr (kBanded) {
           const int row = lane_row(r);
-          visible = row < len_q ? row_keys(p, tile->batch, row) : KeyRange{0, 0};
+          visible = row < len_q ? p.row_keys(tile->batch, row) : KeyRange{0, 0};
         }
         const int column0 = n * kBlockN + (lane & 3) * 2;
         const int begin = visible.begin - column0, end = visible.end - column0;
@@ -218,11 +218,10 @@ __device__ __forceinline__ void consume_tiles(const ForwardParams& p, char* smem
         static_cast<T*>(p.out.data) + batch * p.out.stride_batch + head * p.out.stride_head;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float lse;
-      scale_row(r, out, softmax.finish(r, lse));
       const int row = lane_row(r);
-      if (row >= len_q) continue;
-      if (lane % 4 == 0) g_lse[row] = lse;
+      float lse;
+      scale_row(r, out, softmax.finish(r, row_sink(p, batch, head, row), lse));
+      if (lane % 4 == 0 && row < len_q) g_lse[row] = lse;
     }
 #pragma unroll
     for (int u = 0; u < kHeadDim / 32; ++u) {

@@ -1,25 +1,11 @@
-// What changes a score between q k^T and the softmax: the row's key range, and (general kernels)
-// softcap, bias, mask.
+// What changes a score between q k^T and the softmax: the key ranges of rows, and (general kernels)
+// softcap, bias, ALiBi, mask.
 #pragma once
 
 #include "../../params.h"
 #include "ptx.cuh"
 
 namespace hfb {
-
-// Keys that query row sees by band and row limits. row < len_q.
-__device__ __forceinline__ KeyRange row_keys(const ForwardParams& p, int batch, int row) {
-  const int32_t len_kv = static_cast<int32_t>(p.len_kv);
-  KeyRange keys = band_keys(p.band, row, len_kv);
-  const RowLimits& limits = p.row_limits;
-  if (limits.start == nullptr && limits.end == nullptr) return keys;
-  KeyRange own = {0, len_kv};
-  if (limits.start)
-    own.begin = limits.start[batch * limits.start_stride_batch + row * limits.start_stride_row];
-  if (limits.end)
-    own.end = limits.end[batch * limits.end_stride_batch + row * limits.end_stride_row];
-  return intersect(keys, own, len_kv);
-}
 
 // Joins the key ranges of rows row_begin + first, + first + kStep, ... below row_begin + kRows over
 // the lanes of this warp.
@@ -28,7 +14,7 @@ __device__ __forceinline__ RowBlock join_rows_of_warp(const ForwardParams& p, in
                                                       int row_begin, int first) {
   RowBlock block = RowBlock::none(static_cast<int32_t>(p.len_kv));
   for (int r = first; r < kRows; r += kStep) {
-    if (row_begin + r < p.len_q) block.add(row_keys(p, batch, row_begin + r));
+    if (row_begin + r < p.len_q) block.add(p.row_keys(batch, row_begin + r));
   }
   constexpr unsigned kAll = 0xffffffffu;
   return {__reduce_min_sync(kAll, block.begin), __reduce_max_sync(kAll, block.end),
@@ -59,19 +45,37 @@ __device__ __forceinline__ RowBlock join_rows(const ForwardParams& p, int batch,
   return block;
 }
 
-// Softcap, bias and mask of one query row. Scores are in natural units (already times scale).
+// The score of the row's extra key of value 0, -inf without one.
+__device__ __forceinline__ float row_sink(const ForwardParams& p, int64_t batch, int64_t head,
+                                          int row) {
+  if (p.sinks.data == nullptr || row >= p.len_q) return -INFINITY;
+  return static_cast<const float*>(
+      p.sinks.data)[batch * p.sinks.stride_batch + head * p.sinks.stride_head +
+                    row * p.sinks.stride_row];
+}
+
+// Softcap, bias, ALiBi and mask of one query row. Scores are in natural units (already times scale).
 struct ScoreRow {
   const bool* mask;  // this row's mask, or null
   const char* bias;  // this row's bias, or null
   bool bias_is_fp32;
   float softcap;
+  float slope;   // of ALiBi, 0 without
+  int position;  // of the row among the keys
 
   __device__ __forceinline__ ScoreRow(const ForwardParams& p, int batch, int head, int row)
       : mask(nullptr),
         bias(nullptr),
         bias_is_fp32(p.bias_dtype == DType::kFloat32),
-        softcap(static_cast<float>(p.softcap)) {
+        softcap(static_cast<float>(p.softcap)),
+        slope(0.f),
+        position(0) {
     if (row >= p.len_q) return;
+    if (p.alibi_slopes) {
+      slope = static_cast<const float*>(
+          p.alibi_slopes)[batch * p.alibi_stride_batch + head * p.alibi_stride_head];
+      position = static_cast<int>(p.position(batch, row));
+    }
     if (p.mask.data) {
       mask = p.mask.data + batch * p.mask.stride_batch + head * p.mask.stride_head +
              row * p.mask.stride_row;
@@ -90,11 +94,17 @@ struct ScoreRow {
     return 1.f - t * t;
   }
 
+  // The factor of -slope in the score.
+  __device__ __forceinline__ float distance(int key) const {
+    return static_cast<float>(abs(position - key));
+  }
+
   // Key key is inside the row's range. Returns the score, -inf where the mask or a -inf bias hides
   // the key.
   template <typename T>
   __device__ __forceinline__ float apply(float score, int key) const {
     if (softcap != 0.f) score = softcap * tanhf(score / softcap);
+    if (slope != 0.f) score -= slope * distance(key);
     if (bias) {
       const float b = bias_is_fp32 ? reinterpret_cast<const float*>(bias)[key]
                                    : to_float(reinterpret_cast<const T*>(bias)[key]);

@@ -1,6 +1,7 @@
 // Puts back what clear_nonfinite took out of V, for the keys a row does see.
 #pragma once
 
+#include "dropout.cuh"
 #include "mask.cuh"
 
 namespace hfb {
@@ -18,7 +19,7 @@ __device__ __noinline__ void restore_nonfinite_values(const ForwardParams& p, co
   const int lane = threadIdx.x % 32;
   const int row_end = min(row_begin + kRows, static_cast<int>(p.len_q));
   for (int row = row_begin + warp; row < row_end; row += kWarps) {
-    const KeyRange keys = row_keys(p, batch, row);
+    const KeyRange keys = p.row_keys(batch, row);
     const ScoreRow score_row(p, batch, head, row);
     for (int key = keys.begin; key < keys.end; ++key) {
       const int tile = key / kBlockN * kBlockN;
@@ -37,7 +38,12 @@ __device__ __noinline__ void restore_nonfinite_values(const ForwardParams& p, co
       score *= static_cast<float>(p.scale);
       if (kGeneral) score = score_row.template apply<T>(score, key);
       if (score == -INFINITY) continue;
-      const float probability = expf(score - lse[row]);
+      float probability = expf(score - lse[row]);
+      if (kGeneral && p.dropout.seed) {
+        const auto batch_head = static_cast<uint32_t>(batch * p.heads_q + head);
+        const bool is_kept = dropout_keeps(p.dropout, batch_head, row, key);
+        probability = is_kept ? probability * p.dropout.rescale : 0.f;
+      }
       for (int d = lane; d < p.head_dim_v; d += 32) {
         const float value = to_float(v[key * p.v.stride_row + d]);
         T* dst = out + row * p.out.stride_row + d;

@@ -77,11 +77,18 @@ struct OnlineSoftmax {
   }
 
   // Completes the row sum; returns 1 / l (0 for a row that saw no key) and the natural-log LSE.
-  __device__ __forceinline__ float finish(int r, float& lse) {
-    const float sum = quad_sum(row_sum[r]);
-    const float m = kScaled ? row_max[r] : row_max[r] * to_log2 * kLn2;
+  // sink: the score of one more key of value 0; -inf without one.
+  __device__ __forceinline__ float finish(int r, float sink, float& lse) {
+    float sum = quad_sum(row_sum[r]), rescale = 1.f;
+    float m = kScaled ? row_max[r] : row_max[r] * to_log2 * kLn2;
+    if (sink != -INFINITY) {
+      const float m_keys = m;
+      m = fmaxf(m, sink);
+      rescale = expf(m_keys - m);
+      sum = sum * rescale + expf(sink - m);
+    }
     lse = sum == 0.f ? -INFINITY : m + logf(sum);
-    return sum == 0.f ? 0.f : 1.f / sum;
+    return sum == 0.f ? 0.f : rescale / sum;
   }
 };
 
