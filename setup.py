@@ -77,9 +77,9 @@ def cuda_archs() -> list[int]:
     return archs
 
 
-def head_dims() -> list[int]:
+def head_dims(macro: str = "HFB_HEAD_DIMS") -> list[int]:
     """The compiled head dims, read from their one list in csrc/tiles.h."""
-    line = re.search(r"#define HFB_HEAD_DIMS\(X\)(.*)", (CSRC / "tiles.h").read_text())
+    line = re.search(rf"#define {macro}\(X\)(.*)", (CSRC / "tiles.h").read_text())
     return [int(d) for d in re.findall(r"X\((\d+)\)", line.group(1))]
 
 
@@ -177,7 +177,9 @@ def write_ninja(
 ) -> tuple[list[str], str]:
     """Writes build.ninja; returns the object names and the link command."""
     cxx = os.environ.get("CXX", "g++")
+    with_sm90 = " -DHFB_WITH_SM90" if 90 in archs else ""
     defines = f"-DTORCH_TARGET_VERSION={TORCH_TARGET}" + (" -DHFB_WITH_CUDA" if nvcc else "")
+    defines += with_sm90
     host = "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas"
     track = "-MD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc"
     includes = f"-isystem {torch_dir}/include"
@@ -192,19 +194,24 @@ def write_ninja(
         gencode = " ".join(f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs)
         gencode += f" -gencode=arch=compute_{archs[0]},code=compute_{archs[0]}"
         checked = f"{sys.executable} {CSRC / 'cuda' / 'checked_nvcc.py'} $out"
-        checked += f" {nvcc} -std=c++17 -O3 -Xcompiler {host}"
+        checked += f" {nvcc} -std=c++17 -O3 -Xcompiler {host}{with_sm90}"
         lines += [f"rule nvcc_host\n  command = {checked} {track}\n  description = C++ $in"]
         kernel = (
-            f"{checked} {gencode} --compress-mode=size -Xptxas -v -DHFB_HEAD_DIM=$head_dim {track}"
+            f"{checked} $gencode --compress-mode=size -Xptxas -v -DHFB_HEAD_DIM=$head_dim {track}"
         )
         lines += [f"rule nvcc\n  command = {kernel}\n  description = CUDA $in, head dim $head_dim"]
         units += [
             (source.stem, "nvcc_host", source, "") for source in (CSRC / "cuda").glob("*.cpp")
         ]
+        # wgmma and setmaxnreg exist for exactly compute capability 9.0: no PTX for newer GPUs.
+        sm90 = "-gencode=arch=compute_90a,code=sm_90a"
         for source in (CSRC / "cuda").glob("*.cu"):
-            units += [
-                (f"{source.stem}_d{d}", "nvcc", source, f"\n  head_dim = {d}") for d in head_dims()
-            ]
+            is_sm90 = source.stem.endswith("_sm90")
+            if is_sm90 and not with_sm90:
+                continue
+            flags = f"\n  gencode = {sm90 if is_sm90 else gencode}\n  head_dim = "
+            dims = head_dims("HFB_SM90_HEAD_DIMS" if is_sm90 else "HFB_HEAD_DIMS")
+            units += [(f"{source.stem}_d{d}", "nvcc", source, f"{flags}{d}") for d in dims]
     lines += [
         f"build {name}.o: {rule} {source}{variables}"
         for name, rule, source, variables in sorted(units)

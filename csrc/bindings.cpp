@@ -482,19 +482,19 @@ DType parse_dtype(const std::string& name) {
   fail_argument("dtype: got '" + name + "', expected fp16, bf16, fp32 or fp64.");
 }
 
-// Facts of a device as [is_cuda, sm, smem_optin_bytes, driver_version, runtime_version]; index -1
-// is the CPU.
+// Facts of a device as [is_cuda, sm, num_sms, smem_optin_bytes, driver_version, runtime_version];
+// index -1 is the CPU.
 std::vector<int64_t> device_facts(int64_t index) {
-  if (index < 0) return {0, 0, 0, 0, 0};
+  if (index < 0) return {0, 0, 0, 0, 0, 0};
 #ifdef HFB_WITH_CUDA
   const CudaDevice& cuda = cuda_device(static_cast<int>(index));
   const Device& d = cuda.device;
   if (!cuda.error.empty() && driver_problem(d.driver_version, d.runtime_version).empty()) {
     throw std::runtime_error(cuda.error);  // no such GPU; a plan names what is wrong with a driver
   }
-  return {1, d.sm, d.smem_optin_bytes, d.driver_version, d.runtime_version};
+  return {1, d.sm, d.num_sms, d.smem_optin_bytes, d.driver_version, d.runtime_version};
 #else
-  return {1, 0, 0, 0, 0};
+  return {1, 0, 0, 0, 0, 0};
 #endif
 }
 
@@ -503,7 +503,7 @@ std::vector<int64_t> device_facts(int64_t index) {
 std::string explain(std::string direction, std::vector<int64_t> facts, std::string dtype,
                     std::vector<int64_t> shape, std::string features, double scale, double softcap,
                     std::optional<int64_t> window_left, std::optional<int64_t> window_right) {
-  check(facts.size() == 5, "device", std::to_string(facts.size()) + " facts", "5");
+  check(facts.size() == 6, "device", std::to_string(facts.size()) + " facts", "6");
   check(shape.size() == 7, "shape", std::to_string(shape.size()) + " sizes",
         "B, Hq, Hkv, Lq, Lk, D, Dv");
   static const int32_t present = 0;
@@ -526,9 +526,10 @@ std::string explain(std::string direction, std::vector<int64_t> facts, std::stri
   Device device;
   device.is_cuda = facts[0] != 0;
   device.sm = static_cast<int>(facts[1]);
-  device.smem_optin_bytes = static_cast<int>(facts[2]);
-  device.driver_version = static_cast<int>(facts[3]);
-  device.runtime_version = static_cast<int>(facts[4]);
+  device.num_sms = static_cast<int>(facts[2]);
+  device.smem_optin_bytes = static_cast<int>(facts[3]);
+  device.driver_version = static_cast<int>(facts[4]);
+  device.runtime_version = static_cast<int>(facts[5]);
   const Direction way = direction == "backward" ? Direction::kBackward : Direction::kForward;
   return describe_call(way, p, make_plan(way, p, device), device.is_cuda ? "cuda" : "cpu");
 }

@@ -1,11 +1,14 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace hfb {
 namespace {
 
-constexpr int kMinimumSm = 80;
+constexpr int kMinimumSm = 80, kHopperSm = 90;
+constexpr int64_t kL2Bytes = int64_t{32} << 20;  // what one section of heads may take of 50 MiB
+constexpr double kEvenShares = 0.9;              // persistent blocks that idle less than a tenth
 constexpr int64_t kMaxGrid = INT32_MAX;
 
 std::string version_text(int version) {
@@ -14,12 +17,67 @@ std::string version_text(int version) {
 
 std::string sm_text(int sm) { return std::to_string(sm / 10) + "." + std::to_string(sm % 10); }
 
-int compiled_head_dim(int64_t head_dim) {
 #define HFB_PICK(D) \
   if (head_dim <= D) return D;
+int compiled_head_dim(int64_t head_dim) {
   HFB_HEAD_DIMS(HFB_PICK)
-#undef HFB_PICK
   return 0;
+}
+int compiled_head_dim_sm90(int64_t head_dim) {
+  HFB_SM90_HEAD_DIMS(HFB_PICK)
+  return 0;
+}
+#undef HFB_PICK
+
+bool forces_generic_kernels(const char* setting) {
+  return setting != nullptr && std::string(setting) == "sm80";
+}
+
+// Why a call on a Hopper GPU does not run a kernel of that GPU, "" when it does.
+std::string why_not_sm90(bool is_forward, const ForwardParams& p, bool is_general,
+                         const char* forced) {
+  if (forces_generic_kernels(forced)) return "HFB_KERNEL=sm80 asks for the generic sm_80 kernels";
+#ifndef HFB_WITH_SM90
+  return "this build has no sm_90 kernels (90 was not in HFB_CUDA_ARCHS); the generic sm_80 kernel "
+         "runs";
+#endif
+  if (!is_forward) return "backward has no sm_90 kernel yet; the generic sm_80 kernel runs";
+  if (is_general) {
+    return "mask, bias, softcap, ALiBi, dropout and scale <= 0 have no sm_90 kernel yet; the "
+           "generic "
+           "sm_80 kernel runs";
+  }
+  if (p.len_kv == 0) return "there are no keys; the generic sm_80 kernel writes the zeros";
+  return "";
+}
+
+// How fwd_sm90 takes its query tiles, and by how many blocks. Persistent blocks (one a
+// multiprocessor) overlap the end of a tile with the begin of the next, worth about two key tiles a
+// query tile; they need shares that are equal in advance. Without a band tiles are equally long;
+// with one, folded pairs are, if the pairs come out even. Otherwise, and with limits or offsets of single rows, which
+// only the GPU knows, every tile is a block and the hardware deals them out, longest first.
+void schedule_fwd_sm90(const ForwardParams& p, const Device& device, Plan& plan) {
+  const int64_t num_m = (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m;
+  const int64_t num_heads = p.batch * p.heads_q, num_sms = std::max(1, device.num_sms);
+  plan.order.num_m = static_cast<int32_t>(num_m);
+  plan.order.num_heads = static_cast<int32_t>(num_heads);
+  if (!plan.is_banded) {
+    plan.num_blocks = std::min(num_m * num_heads, num_sms);
+    return;
+  }
+  const int64_t pairs = (num_m + 1) / 2 * num_heads;
+  const int64_t rounds = (pairs + num_sms - 1) / num_sms;
+  const bool rows_differ =
+      p.row_start.data != nullptr || p.row_end.data != nullptr || p.query_offsets.data != nullptr;
+  if (!rows_differ && num_m > 1 && static_cast<double>(pairs) >= kEvenShares * rounds * num_sms) {
+    plan.order.is_folded = true;
+    plan.num_blocks = num_sms;
+    return;
+  }
+  const int64_t head_bytes = p.len_kv * (p.head_dim + p.head_dim_v) * kBytesPerElement;
+  const int64_t section = std::max<int64_t>(1, kL2Bytes / head_bytes) * (p.heads_q / p.heads_kv);
+  plan.order.section_heads = static_cast<int32_t>(std::min(section, num_heads));
+  plan.num_blocks = num_m * num_heads;
 }
 
 Plan unsupported(std::string reason) {
@@ -39,6 +97,8 @@ const char* kernel_name(Kernel kernel) {
       return "cpu";
     case Kernel::kFwdSm80:
       return "fwd_sm80";
+    case Kernel::kFwdSm90:
+      return "fwd_sm90";
     case Kernel::kBwdSm80:
       return "bwd_sm80";
   }
@@ -145,10 +205,25 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
   }
   plan.is_general = p.mask.data != nullptr || p.bias.data != nullptr || p.softcap != 0.0 ||
                     !(p.scale > 0.0) || p.alibi_slopes != nullptr || p.dropout.seed != nullptr;
-  if (is_forward) {
+  plan.is_banded = p.band.left != kNoLimit || p.band.right != kNoLimit ||
+                   p.row_start.data != nullptr || p.row_end.data != nullptr;
+  static const char* const forced = std::getenv("HFB_KERNEL");
+  if (forced != nullptr && !forces_generic_kernels(forced)) {
+    return unsupported(std::string("HFB_KERNEL: got '") + forced + "', expected sm80 or unset.");
+  }
+  if (device.sm == kHopperSm) plan.reason = why_not_sm90(is_forward, p, plan.is_general, forced);
+  const auto count_tiles = [&p, &plan] {
+    return (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m;
+  };
+  if (is_forward && device.sm == kHopperSm && plan.reason.empty()) {
+    plan.kernel = Kernel::kFwdSm90;
+    plan.compiled_head_dim = compiled_head_dim_sm90(head_dim);
+    plan.tile = fwd_sm90_tile(plan.compiled_head_dim, plan.is_banded);
+    schedule_fwd_sm90(p, device, plan);
+  } else if (is_forward) {
     plan.kernel = Kernel::kFwdSm80;
     plan.tile = fwd_sm80_tile(plan.compiled_head_dim);
-    plan.num_blocks = (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m * p.heads_q * p.batch;
+    plan.num_blocks = count_tiles() * p.heads_q * p.batch;
   } else {
     plan.kernel = Kernel::kBwdSm80;
     plan.tile = bwd_sm80_tile(plan.compiled_head_dim, false);
@@ -159,14 +234,11 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
     plan.num_blocks = (p.len_kv + plan.tile.block_n - 1) / plan.tile.block_n * p.heads_kv * p.batch;
     plan.workspace_bytes = backward_workspace(p, plan.tile, plan.compiled_head_dim).total_bytes;
   }
-  const int64_t num_m = (p.len_q + plan.tile.block_m - 1) / plan.tile.block_m;
+  const int64_t num_m = count_tiles();
   if (std::max({plan.num_blocks, num_m * p.heads_q * p.batch, p.len_q, p.len_kv}) > kMaxGrid) {
     return unsupported(
         "the problem needs more than 2^31 - 1 thread blocks, rows or keys in one call. Split the "
         "batch.");
-  }
-  if (device.sm >= 90 && device.sm < 100) {
-    plan.reason = "sm_90 kernels are not built yet; the generic sm_80 kernel runs";
   }
   return plan;
 }

@@ -11,7 +11,7 @@
 namespace hfb {
 
 enum class Direction { kForward, kBackward };
-enum class Kernel { kNone, kCpu, kFwdSm80, kBwdSm80 };
+enum class Kernel { kNone, kCpu, kFwdSm80, kFwdSm90, kBwdSm80 };
 
 const char* kernel_name(Kernel kernel);
 const char* dtype_name(DType dtype);
@@ -19,6 +19,7 @@ const char* dtype_name(DType dtype);
 struct Device {
   bool is_cuda = false;
   int sm = 0;                // 10 * major + minor, 90 for an H200
+  int num_sms = 0;           // multiprocessors
   int smem_optin_bytes = 0;  // shared memory one block may ask for
   int driver_version = 0;    // newest CUDA the driver supports, 13000 for 13.0; 0 = no driver
   int runtime_version = 0;   // CUDA runtime the library was built with; 0 = built without CUDA
@@ -32,8 +33,10 @@ struct Plan {
       false;  // kNone because of something valid that is not implemented (not a wrong argument)
   int compiled_head_dim = 0;  // CUDA: 64, 96, 128, 192 or 256
   bool is_general = false;    // CUDA: softcap, bias, mask or a scale <= 0 is applied to every score
+  bool is_banded = false;     // CUDA: a band or row limits, so that tiles are skipped and masked
   bool is_small_smem = false;  // CUDA: the tile for GPUs with 99 KiB of shared memory a block
   Tile tile = {};
+  TileOrder order;         // fwd_sm90: how its persistent blocks take the query tiles
   int64_t num_blocks = 0;  // grid size
   int64_t workspace_bytes = 0;
 };

@@ -87,6 +87,49 @@ HFB_HOST_DEVICE TileSpan visited_key_tiles(const RowBlock& rows, int32_t block_n
   return {rows.begin / block_n, ceil_div(rows.end, block_n)};
 }
 
+// Key tiles [first, last) inside the visited span that are full, by the rule of classify_tile; they
+// are contiguous, so a kernel walks masked, full, masked without asking again.
+HFB_HOST_DEVICE TileSpan full_key_tiles(const RowBlock& rows, const TileSpan& visited,
+                                        int32_t block_n) {
+  const int32_t first = max_i32(ceil_div(rows.full_begin, block_n), visited.first);
+  const int32_t last = min_i32(rows.full_end / block_n, visited.last);
+  return first < last ? TileSpan{first, last} : TileSpan{visited.first, visited.first};
+}
+
+// One query tile of one (batch, query head) pair; head counts over all batches.
+struct QueryTile {
+  int32_t tile, head;  // tile -1: none
+};
+
+// The order in which forward takes its query tiles, as a list of items that blocks take one by one.
+// Not folded, an item is one tile: sections of neighbouring heads, so that the K and V of a section
+// stay in L2; inside a section the last rows of every head first, because they see the most keys
+// of a causal call. section_heads = 1 walks head by head. Folded, an item is a tile of a head and
+// its mirror image: the items of a band are equally long, and dealing them out in turn is fair.
+struct TileOrder {
+  int32_t num_m = 0;      // query tiles of a head
+  int32_t num_heads = 0;  // batch * heads_q
+  int32_t section_heads = 1;
+  bool is_folded = false;
+
+  HFB_HOST_DEVICE int32_t items_per_head() const { return is_folded ? ceil_div(num_m, 2) : num_m; }
+  HFB_HOST_DEVICE int32_t num_items() const { return items_per_head() * num_heads; }
+  HFB_HOST_DEVICE int32_t tiles_per_item() const { return is_folded ? 2 : 1; }
+
+  HFB_HOST_DEVICE QueryTile at(int32_t item, int32_t part) const {
+    const int32_t per_head = items_per_head();
+    if (is_folded) {
+      const int32_t head = item / per_head, low = item % per_head, high = num_m - 1 - low;
+      if (part == 0) return {high, head};
+      return {low == high ? -1 : low, head};
+    }
+    const int32_t section = item / (section_heads * per_head), first = section * section_heads;
+    const int32_t heads = min_i32(section_heads, num_heads - first);
+    const int32_t rest = item - first * per_head;
+    return {num_m - 1 - rest / heads, first + rest % heads};
+  }
+};
+
 // Backward walks the other way round: query tiles [first, last) of which some row's band reaches
 // [key_begin, key_end).
 HFB_HOST_DEVICE TileSpan visited_row_tiles(const Band& band, int32_t key_begin, int32_t key_end,

@@ -14,13 +14,15 @@ import torch
 from . import ops
 
 # Facts of a device that a plan depends on, in the order the op wants them.
-DEVICE_FACTS = ("is_cuda", "sm", "smem_optin_bytes", "driver_version", "runtime_version")
+DEVICE_FACTS = (
+    "is_cuda", "sm", "num_sms", "smem_optin_bytes", "driver_version", "runtime_version",
+)  # fmt: skip
 _BYTES = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
 
 
 def device_facts(device: torch.device | str | int | None = None) -> dict[str, int]:
-    """Facts of a device as the library sees them: CUDA or not, compute capability times 10, shared
-    memory a block may ask for (bytes), CUDA version of the driver and of the library's runtime
+    """Facts of a device as the library sees them: CUDA or not, compute capability times 10,
+    multiprocessors, shared memory a block may ask for (bytes), CUDA version of the driver and of the library's runtime
     (13000 = 13.0; 0 = none).
     """
     device = torch.device("cpu" if device is None else device)

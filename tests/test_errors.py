@@ -1,7 +1,10 @@
 """Every error names the argument, what it got, what was expected and what to do."""
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from hf_flash_backend.reference import visible_keys
 H200 = {
     "is_cuda": 1,
     "sm": 90,
+    "num_sms": 132,
     "smem_optin_bytes": 232448,
     "driver_version": 13000,
     "runtime_version": 13000,
@@ -216,14 +220,15 @@ def test_broken_library(monkeypatch, tmp_path):
 
 
 def test_explain_on_a_gpu_that_is_not_here():
-    plan = explain(shape=(2, 16, 4, 4096, 4096, 80, 80), device=H200, is_causal=True)
-    assert (plan["kernel"], plan["compiled_head_dim"], plan["features"]) == (
+    shape = (2, 16, 4, 4096, 4096, 80, 80)
+    plan = explain(shape=shape, device=dict(H200, sm=80), is_causal=True)
+    assert (plan["kernel"], plan["compiled_head_dim"], plan["features"], plan["reason"]) == (
         "fwd_sm80",
         96,
         "causal,gqa",
+        "",
     )
     assert plan["flops"] == 4 * 2 * 16 * (4096 * 4097 // 2) * 80
-    assert "sm_90 kernels are not built yet" in plan["reason"]
     small = explain(
         shape=(1, 1, 1, 64, 64, 128, 128),
         device=dict(H200, smem_optin_bytes=101376),
@@ -243,6 +248,74 @@ def test_explain_counts_the_pairs_of_the_band():
 def test_explain_does_not_use_the_modes_of_the_caller():
     with torch.device("meta"), FakeTensorMode():
         assert explain(shape=(1, 1, 1, 4, 4, 8, 8))["flops"] == 4 * 8 * 16
+
+
+def has_sm90() -> bool:
+    """Whether this library holds the sm_90 kernels: nvcc, and 90 among HFB_CUDA_ARCHS."""
+    return explain(shape=(1, 1, 1, 1, 1, 64, 64), device=H200)["kernel"] == "fwd_sm90"
+
+
+HOPPER_CALLS = {
+    "plain": (dict(), "fwd_sm90", ""),
+    "causal": (dict(is_causal=True), "fwd_sm90", ""),
+    "row limits": (dict(features=("row_limits",)), "fwd_sm90", ""),
+    "mask": (dict(features=("mask",)), "fwd_sm80", "mask, bias, softcap, ALiBi, dropout and"),
+    "softcap": (dict(softcap=30.0), "fwd_sm80", "mask, bias, softcap, ALiBi, dropout and"),
+    "alibi": (dict(features=("alibi",)), "fwd_sm80", "mask, bias, softcap, ALiBi, dropout and"),
+    "sinks": (dict(features=("sinks",)), "fwd_sm90", ""),
+    "negative scale": (dict(scale=-1.0), "fwd_sm80", "mask, bias, softcap, ALiBi, dropout and"),
+    "backward": (dict(direction="backward"), "bwd_sm80", "backward has no sm_90 kernel yet"),
+    "no keys": (dict(shape=(2, 16, 4, 8, 0, 80, 80)), "fwd_sm80", "there are no keys"),
+}
+
+
+@pytest.mark.parametrize("name", HOPPER_CALLS)
+def test_which_kernel_runs_on_hopper_and_why(name):
+    arguments, kernel, reason = HOPPER_CALLS[name]
+    plan = explain(**{"shape": (2, 16, 4, 4096, 4096, 80, 80), "device": H200, **arguments})
+    if not has_sm90():
+        assert plan["kernel"].endswith("sm80")
+        assert "no sm_90 kernels (90 was not in HFB_CUDA_ARCHS)" in plan["reason"]
+        return
+    assert plan["kernel"] == kernel and plan["reason"].startswith(reason)
+    assert (plan["reason"] == "") == (kernel == "fwd_sm90")
+
+
+@pytest.mark.parametrize(
+    "shape, arguments, num_blocks",
+    [
+        ((4, 16, 16, 4096, 4096, 128, 128), dict(), 132),  # persistent
+        ((1, 1, 1, 1000, 1000, 128, 128), dict(), 8),  # fewer tiles than multiprocessors
+        ((4, 16, 16, 4096, 4096, 128, 128), dict(is_causal=True), 132),  # 1024 equal pairs
+        ((1, 9, 9, 4096, 4096, 128, 128), dict(is_causal=True), 288),  # 144 pairs: uneven
+        ((4, 16, 16, 4096, 4096, 128, 128), dict(features=("row_limits",)), 2048),  # any length
+    ],
+    ids=["full", "few tiles", "folded", "uneven pairs", "row limits"],
+)
+def test_blocks_of_the_hopper_kernel(shape, arguments, num_blocks):
+    if not has_sm90():
+        pytest.skip("this build has no sm_90 kernels")
+    assert explain(shape=shape, device=H200, **arguments)["num_blocks"] == num_blocks
+
+
+@pytest.mark.parametrize(
+    "setting, kernel, reason",
+    [
+        ("sm80", "fwd_sm80", "HFB_KERNEL=sm80 asks for the generic sm_80 kernels"),
+        ("sm70", "none", "HFB_KERNEL: got 'sm70', expected sm80 or unset."),
+    ],
+)
+def test_kernel_setting(setting, kernel, reason):
+    script = (
+        "from hf_flash_backend import explain\n"
+        f"plan = explain(shape=(1, 1, 1, 64, 64, 64, 64), device={H200})\n"
+        "print(plan['kernel'], plan['reason'])"
+    )
+    environment = {**os.environ, "HFB_KERNEL": setting}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert run.stdout.strip() == f"{kernel} {reason}", run.stderr
 
 
 def test_trace_can_be_nested_and_read_early():

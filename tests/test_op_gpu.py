@@ -1,11 +1,17 @@
 """The CUDA kernels: the cases of the CPU, and streams, graphs, sizes past one tile."""
 
+import math
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import Case, edge, grid, smoke
 from op_checks import HIDDEN_NAN_KINDS, check_case, check_hidden_nan, check_unseen_rows
 
 from hf_flash_backend import attention, support, trace
+from hf_flash_backend.reference import attention_fp64
 
 pytestmark = pytest.mark.gpu
 
@@ -111,10 +117,59 @@ def test_opcheck():
 
 def test_trace_names_the_kernels_and_tiles():
     inputs = [t.requires_grad_() for t in tensors(70, dim=80)]
+    on_hopper = support.device_facts("cuda")["sm"] == 90
     with trace() as calls:
         attention(*inputs).sum().backward()
-    assert [c["kernel"] for c in calls] == ["fwd_sm80", "bwd_sm80"]
-    assert calls[0]["compiled_head_dim"] == 96 and calls[0]["block_m"] == 128
+        attention(*inputs, softcap=5.0)
+    forward = "fwd_sm90" if on_hopper else "fwd_sm80"
+    assert [c["kernel"] for c in calls] == [forward, "bwd_sm80", "fwd_sm80"]
+    assert calls[0]["compiled_head_dim"] == (128 if on_hopper else 96)
+    assert calls[0]["block_m"] == 128 and calls[0]["reason"] == ""
+    assert ("sm_90" in calls[2]["reason"]) == on_hopper
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_hopper_and_generic_kernel_agree_beyond_one_tile_a_multiprocessor(D, is_causal):
+    """More query tiles than blocks, so that every block takes several, folded pairs among them."""
+    if support.device_facts("cuda")["sm"] != 90:
+        pytest.skip("not a Hopper GPU")
+    q, k, v = (torch.randn(3, 24, 1100, D, device="cuda", dtype=torch.float16) for _ in range(3))
+    with trace() as calls:
+        out, lse = attention(q, k, v, is_causal=is_causal, return_lse=True)
+        mask = torch.ones(1, 1, 1, 1100, dtype=torch.bool, device="cuda")
+        other, other_lse = attention(q, k, v, is_causal=is_causal, mask=mask, return_lse=True)
+    assert [c["kernel"] for c in calls] == ["fwd_sm90", "fwd_sm80"]
+    tiles = 72 * -(-1100 // calls[0]["block_m"])
+    assert tiles > calls[0]["num_blocks"]
+    torch.testing.assert_close(out, other, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, other_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_values_that_are_not_finite_reach_the_rows_that_see_them_and_no_other(D):
+    q, k, v = (torch.randn(2, 4, 500, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    clean = attention(q, k, v, is_causal=True)
+    v[:, :, 200, 3], v[:, :, 201, 5], v[:, :, 340, 7] = math.nan, math.inf, -math.inf
+    ours = attention(q, k, v, is_causal=True)
+    truth, _ = attention_fp64(q.double(), k.double(), v.double(), is_causal=True)
+    assert torch.equal(ours[:, :, :200], clean[:, :, :200])
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(kind(ours), kind(truth))
+
+
+def test_generic_kernels_can_be_forced():
+    script = (
+        "import torch; from hf_flash_backend import attention, trace\n"
+        "q = torch.ones(1, 1, 64, 64, device='cuda', dtype=torch.bfloat16)\n"
+        "with trace() as calls: attention(q, q, q)\n"
+        "print(calls[0]['kernel'])"
+    )
+    environment = {**os.environ, "HFB_KERNEL": "sm80"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert run.stdout.strip() == "fwd_sm80", run.stderr
 
 
 def test_what_the_device_cannot_do_is_refused_by_name():

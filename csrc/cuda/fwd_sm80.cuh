@@ -203,13 +203,8 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = lane_row(mb, r);
-      float lse, sink = -INFINITY;
-      if (p.sinks.data && row < len_q) {
-        sink = static_cast<const float*>(
-            p.sinks.data)[batch * p.sinks.stride_batch + head * p.sinks.stride_head +
-                          row * p.sinks.stride_row];
-      }
-      inverse_sum[r] = softmax[mb].finish(r, sink, lse);
+      float lse;
+      inverse_sum[r] = softmax[mb].finish(r, row_sink(p, batch, head, row), lse);
       if (kGeneral) inverse_sum[r] *= p.dropout.rescale;  // 1 without dropout
       if (lane % 4 == 0 && row < len_q) g_lse[row] = lse;
     }
@@ -222,7 +217,7 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
   if (restore) {
     __syncthreads();
     restore_nonfinite_values<T, kGeneral, kBlockM, kBlockN, Config::kWarps>(
-        p, g_q, g_k, g_v, g_out, g_lse, rows, batch, head, row_begin);
+        p, g_q, g_k, g_v, g_out, g_lse, rows, batch, head, row_begin, threadIdx.x / 32);
   }
 }
 

@@ -23,6 +23,8 @@ CudaDevice read_device(int index) {
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&device.num_sms, cudaDevAttrMultiProcessorCount, index);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&device.smem_optin_bytes,
                                    cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
@@ -58,13 +60,20 @@ const CudaDevice& cuda_device(int index) {
 }
 
 std::string launch_forward_cuda(const ForwardParams& params, const Plan& plan, void* stream) {
-  switch (plan.compiled_head_dim) {
-#define HFB_LAUNCH(D) \
-  case D:             \
-    return error_text(plan, launch_fwd_sm80<D>(params, plan, stream));
-    HFB_HEAD_DIMS(HFB_LAUNCH)
-#undef HFB_LAUNCH
+#define HFB_LAUNCH(KERNEL, D) \
+  if (plan.compiled_head_dim == D) return error_text(plan, KERNEL<D>(params, plan, stream));
+#define HFB_LAUNCH_SM80(D) HFB_LAUNCH(launch_fwd_sm80, D)
+#define HFB_LAUNCH_SM90(D) HFB_LAUNCH(launch_fwd_sm90, D)
+  if (plan.kernel == Kernel::kFwdSm90) {
+#ifdef HFB_WITH_SM90
+    HFB_SM90_HEAD_DIMS(HFB_LAUNCH_SM90)
+#endif
+  } else {
+    HFB_HEAD_DIMS(HFB_LAUNCH_SM80)
   }
+#undef HFB_LAUNCH_SM90
+#undef HFB_LAUNCH_SM80
+#undef HFB_LAUNCH
   return "hf_flash_backend: no forward kernel for head dim " +
          std::to_string(plan.compiled_head_dim) + ".";
 }

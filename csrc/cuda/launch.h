@@ -27,6 +27,8 @@ std::string launch_backward_cuda(const BackwardParams& params, const Plan& plan,
 template <int kHeadDim>
 int launch_fwd_sm80(const ForwardParams& params, const Plan& plan, void* stream);
 template <int kHeadDim>
+int launch_fwd_sm90(const ForwardParams& params, const Plan& plan, void* stream);
+template <int kHeadDim>
 int launch_bwd_sm80(const BackwardParams& params, const Plan& plan, void* stream);
 template <int kHeadDim>
 int launch_bwd_dq_sm80(const BackwardParams& params, const Plan& plan, void* stream);

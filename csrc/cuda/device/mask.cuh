@@ -7,22 +7,27 @@
 
 namespace hfb {
 
-// Joins the key ranges of rows [row_begin, row_begin + kRows) in every thread. s_scratch: 4 * warps
-// ints; begins with its writes and ends with a barrier, so the caller needs one before reusing
-// s_scratch.
-template <int kRows, int kThreads>
-__device__ __forceinline__ RowBlock join_rows(const ForwardParams& p, int batch, int row_begin,
-                                              int* s_scratch) {
-  const int32_t len_kv = static_cast<int32_t>(p.len_kv);
-  RowBlock block = RowBlock::none(len_kv);
-  for (int r = threadIdx.x; r < kRows; r += kThreads) {
+// Joins the key ranges of rows row_begin + first, + first + kStep, ... below row_begin + kRows over
+// the lanes of this warp.
+template <int kRows, int kStep>
+__device__ __forceinline__ RowBlock join_rows_of_warp(const ForwardParams& p, int batch,
+                                                      int row_begin, int first) {
+  RowBlock block = RowBlock::none(static_cast<int32_t>(p.len_kv));
+  for (int r = first; r < kRows; r += kStep) {
     if (row_begin + r < p.len_q) block.add(p.row_keys(batch, row_begin + r));
   }
   constexpr unsigned kAll = 0xffffffffu;
-  block.begin = __reduce_min_sync(kAll, block.begin);
-  block.end = __reduce_max_sync(kAll, block.end);
-  block.full_begin = __reduce_max_sync(kAll, block.full_begin);
-  block.full_end = __reduce_min_sync(kAll, block.full_end);
+  return {__reduce_min_sync(kAll, block.begin), __reduce_max_sync(kAll, block.end),
+          __reduce_max_sync(kAll, block.full_begin), __reduce_min_sync(kAll, block.full_end)};
+}
+
+// Joins the key ranges of rows [row_begin, row_begin + kRows) in every thread of the block.
+// s_scratch: 4 * warps ints; begins with its writes and ends with a barrier, so the caller needs
+// one before reusing s_scratch.
+template <int kRows, int kThreads>
+__device__ __forceinline__ RowBlock join_rows(const ForwardParams& p, int batch, int row_begin,
+                                              int* s_scratch) {
+  RowBlock block = join_rows_of_warp<kRows, kThreads>(p, batch, row_begin, threadIdx.x);
   int4* s_blocks = reinterpret_cast<int4*>(s_scratch);
   if (threadIdx.x % 32 == 0) {
     s_blocks[threadIdx.x / 32] =
@@ -38,6 +43,15 @@ __device__ __forceinline__ RowBlock join_rows(const ForwardParams& p, int batch,
     block.full_end = min(block.full_end, other.w);
   }
   return block;
+}
+
+// The score of the row's extra key of value 0, -inf without one.
+__device__ __forceinline__ float row_sink(const ForwardParams& p, int64_t batch, int64_t head,
+                                          int row) {
+  if (p.sinks.data == nullptr || row >= p.len_q) return -INFINITY;
+  return static_cast<const float*>(
+      p.sinks.data)[batch * p.sinks.stride_batch + head * p.sinks.stride_head +
+                    row * p.sinks.stride_row];
 }
 
 // Softcap, bias, ALiBi and mask of one query row. Scores are in natural units (already times scale).

@@ -8,15 +8,17 @@ namespace hfb {
 
 // Adds p * v to out [kRows rows from row_begin] for every visible key of a masked tile whose v is
 // inf or NaN. out and lse of these rows are already written. Rare and slow: one warp a row, one key
-// at a time. q, k, v, out, lse point at row 0 of this batch and head.
+// at a time; this is warp `warp` of kWarps. rows: of the whole query tile, as the kernel classified
+// key tiles by it. q, k, v, out, lse point at row 0 of this batch and head.
 template <typename T, bool kGeneral, int kRows, int kBlockN, int kWarps>
 __device__ __noinline__ void restore_nonfinite_values(const ForwardParams& p, const T* q,
                                                       const T* k, const T* v, T* out,
                                                       const float* lse, const RowBlock rows,
-                                                      int batch, int head, int row_begin) {
+                                                      int batch, int head, int row_begin,
+                                                      int warp) {
   const int lane = threadIdx.x % 32;
   const int row_end = min(row_begin + kRows, static_cast<int>(p.len_q));
-  for (int row = row_begin + threadIdx.x / 32; row < row_end; row += kWarps) {
+  for (int row = row_begin + warp; row < row_end; row += kWarps) {
     const KeyRange keys = p.row_keys(batch, row);
     const ScoreRow score_row(p, batch, head, row);
     for (int key = keys.begin; key < keys.end; ++key) {

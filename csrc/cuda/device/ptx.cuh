@@ -108,4 +108,19 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// 4 x 4 transpose of words inside the four lanes of a quad: word i of lane q becomes word q of lane
+// i.
+__device__ __forceinline__ void quad_transpose(uint32_t (&words)[4], int quad_lane) {
+  constexpr unsigned kAll = 0xffffffffu;
+  const bool odd = quad_lane & 1, high = quad_lane & 2;
+  uint32_t a = __shfl_xor_sync(kAll, odd ? words[0] : words[1], 1);
+  uint32_t b = __shfl_xor_sync(kAll, odd ? words[2] : words[3], 1);
+  (odd ? words[0] : words[1]) = a;
+  (odd ? words[2] : words[3]) = b;
+  a = __shfl_xor_sync(kAll, high ? words[0] : words[2], 2);
+  b = __shfl_xor_sync(kAll, high ? words[1] : words[3], 2);
+  (high ? words[0] : words[2]) = a;
+  (high ? words[1] : words[3]) = b;
+}
+
 }  // namespace hfb

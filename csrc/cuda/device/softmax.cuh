@@ -14,6 +14,17 @@ namespace hfb {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLazyThreshold = 8.f;  // in powers of 2
+
+// Multiplies row r (0, 1) of an accumulator.
+template <int kOut>
+__device__ __forceinline__ void scale_row(int r, float (&out)[kOut], float factor) {
+#pragma unroll
+  for (int j = 2 * r; j < kOut; j += 4) {
+    out[j] *= factor;
+    out[j + 1] *= factor;
+  }
+}
 
 // The two rows (l / 4 and l / 4 + 8) a lane holds of a warp's 16-row accumulator.
 // kScaled = false: scores are raw q k^T, to_log2 = scale * log2(e) > 0, and the exponential is
@@ -31,33 +42,38 @@ struct OnlineSoftmax {
                    : exp2_approx(fmaf(score, to_log2, -m_log2));
   }
 
+  // Turns the scores of row r (0, 1) of one tile into probabilities in place; returns the factor
+  // that the output of earlier tiles needs.
+  // kLazy: m stays until the new maximum exceeds it by kLazyThreshold, so that the factor is mostly
+  // exactly 1 and the caller can skip the rescale. The result is as exact: l and out carry the same
+  // m, and probabilities stay below 2^kLazyThreshold, far inside fp16.
+  template <bool kLazy, int kScores>
+  __device__ __forceinline__ float update_row(int r, float (&scores)[kScores]) {
+    float m_new = row_max[r];
+#pragma unroll
+    for (int j = 2 * r; j < kScores; j += 4) m_new = fmaxf(m_new, fmaxf(scores[j], scores[j + 1]));
+    m_new = quad_max(m_new);
+    if (kLazy && !((m_new - row_max[r]) * to_log2 > kLazyThreshold)) m_new = row_max[r];
+    const float m = m_new == -INFINITY ? 0.f : m_new, m_log2 = m * to_log2;
+    const float rescale =
+        kLazy ? exp2_approx((row_max[r] - m) * to_log2) : exponential(row_max[r], m, m_log2);
+    row_max[r] = m_new;
+    float sum = row_sum[r] * rescale;
+#pragma unroll
+    for (int j = 2 * r; j < kScores; j += 4) {
+      scores[j] = exponential(scores[j], m, m_log2);
+      scores[j + 1] = exponential(scores[j + 1], m, m_log2);
+      sum += scores[j] + scores[j + 1];
+    }
+    row_sum[r] = sum;
+    return rescale;
+  }
+
   // Turns scores of one tile into probabilities in place and rescales the output accumulator.
   template <int kScores, int kOut>
   __device__ __forceinline__ void update(float (&scores)[kScores], float (&out)[kOut]) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float m_new = row_max[r];
-#pragma unroll
-      for (int j = 2 * r; j < kScores; j += 4)
-        m_new = fmaxf(m_new, fmaxf(scores[j], scores[j + 1]));
-      m_new = quad_max(m_new);
-      const float m = m_new == -INFINITY ? 0.f : m_new, m_log2 = m * to_log2;
-      const float rescale = exponential(row_max[r], m, m_log2);
-      row_max[r] = m_new;
-      float sum = row_sum[r] * rescale;
-#pragma unroll
-      for (int j = 2 * r; j < kScores; j += 4) {
-        scores[j] = exponential(scores[j], m, m_log2);
-        scores[j + 1] = exponential(scores[j + 1], m, m_log2);
-        sum += scores[j] + scores[j + 1];
-      }
-      row_sum[r] = sum;
-#pragma unroll
-      for (int j = 2 * r; j < kOut; j += 4) {
-        out[j] *= rescale;
-        out[j + 1] *= rescale;
-      }
-    }
+    for (int r = 0; r < 2; ++r) scale_row(r, out, update_row<false>(r, scores));
   }
 
   // Completes the row sum; returns 1 / l (0 for a row that saw no key) and the natural-log LSE.

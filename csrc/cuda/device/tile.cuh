@@ -58,6 +58,22 @@ __device__ __forceinline__ bool has_nonfinite(uint32_t word) {
   return (word & kExponent) == kExponent || ((word >> 16) & kExponent) == kExponent;
 }
 
+// Replaces inf and NaN among eight values by 0 and returns whether there were any.
+template <typename T>
+__device__ __forceinline__ bool clear_nonfinite_chunk(uint4& chunk) {
+  constexpr uint32_t kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80u : 0x7c00u;
+  uint32_t* words = reinterpret_cast<uint32_t*>(&chunk);
+  bool found = false;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if (!has_nonfinite<T>(words[w])) continue;
+    found = true;
+    if ((words[w] & kExponent) == kExponent) words[w] &= 0xffff0000u;
+    if (((words[w] >> 16) & kExponent) == kExponent) words[w] &= 0x0000ffffu;
+  }
+  return found;
+}
+
 // Replaces inf and NaN in this thread's own chunks by 0 and returns whether there were any. Call
 // between cp_async_wait (which makes a thread's own copies visible to it) and the barrier that
 // publishes the tile. Needed where a tile is masked: an invisible key has probability 0, and 0 *
@@ -65,27 +81,51 @@ __device__ __forceinline__ bool has_nonfinite(uint32_t word) {
 template <typename T, int kRows, int kCols, int kThreads, typename ZeroRow>
 __device__ __forceinline__ bool clear_nonfinite(char* s_tile, ZeroRow zero_row) {
   using Map = ChunkMap<kRows, kCols, kThreads>;
-  constexpr uint32_t kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80u : 0x7c00u;
   bool found = false;
 #pragma unroll
   for (int i = 0; i < Map::kPerThread; ++i) {
     uint4* chunk = reinterpret_cast<uint4*>(s_tile + tile_offset<kRows>(Map::row(i), Map::col(i)));
-    uint4 data = *chunk;
-    uint32_t* words = reinterpret_cast<uint32_t*>(&data);
     if (zero_row(Map::row(i))) {
       *chunk = make_uint4(0, 0, 0, 0);
       continue;
     }
-    bool dirty = false;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if (!has_nonfinite<T>(words[w])) continue;
-      dirty = true;
-      if ((words[w] & kExponent) == kExponent) words[w] &= 0xffff0000u;
-      if (((words[w] >> 16) & kExponent) == kExponent) words[w] &= 0x0000ffffu;
-    }
+    uint4 data = *chunk;
+    const bool dirty = clear_nonfinite_chunk<T>(data);
     if (dirty) *chunk = data;
     found |= dirty;
+  }
+  return found;
+}
+
+// The same for chunks thread, thread + kThreads, ... of kChunks contiguous ones. x * 0 is NaN exactly
+// for inf and NaN, so four chunks are tested by 16 fused multiply-adds.
+template <typename T, int kChunks, int kThreads>
+__device__ __forceinline__ bool clear_nonfinite_chunks(uint4* s_chunks, int thread) {
+  using T2 = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+  constexpr int kGroup = 4;
+  bool found = false;
+#pragma unroll 1
+  for (int first = thread; first < kChunks; first += kGroup * kThreads) {
+    uint4 data[kGroup];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      const int chunk = first + i * kThreads;
+      data[i] = chunk < kChunks ? s_chunks[chunk] : make_uint4(0, 0, 0, 0);
+    }
+    uint32_t zero = 0;
+    T2 sum = reinterpret_cast<T2&>(zero);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      const T2* values = reinterpret_cast<const T2*>(&data[i]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) sum = __hfma2(values[w], reinterpret_cast<T2&>(zero), sum);
+    }
+    if (!has_nonfinite<T>(reinterpret_cast<uint32_t&>(sum))) continue;
+    found = true;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      if (clear_nonfinite_chunk<T>(data[i])) s_chunks[first + i * kThreads] = data[i];
+    }
   }
   return found;
 }
