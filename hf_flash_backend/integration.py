@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from . import functional, masks
+from .structured_mask import StructuredMask
 
 logger = logging.getLogger("hf_flash_backend")
 
@@ -138,10 +139,13 @@ def attention_forward(
     is_causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None
     visible: dict[str, Any] = {}
-    if attention_mask is not None and attention_mask.dim() != 2:
-        visible["mask"] = attention_mask
+    if isinstance(attention_mask, StructuredMask):
+        visible = attention_mask.arguments(query.shape[2], key.shape[2])
         if is_causal:
-            visible["row_start"] = masks.segment_starts(position_ids, query, key, attention_mask)
+            starts = masks.segment_starts(position_ids, query, key, attention_mask)
+            visible["row_start"] = masks.later_start(visible.get("row_start"), starts)
+    elif attention_mask is not None and attention_mask.dim() != 2:
+        visible["mask"] = attention_mask
     elif attention_mask is None and not (cu_seq_lens_q is None and cu_seq_lens_k is None):
         visible["row_start"], visible["row_end"] = masks.sequence_limits(
             query, cu_seq_lens_q, cu_seq_lens_k, is_causal=is_causal, window=window
