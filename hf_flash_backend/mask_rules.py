@@ -42,9 +42,14 @@ class Rule:
         """Narrows the band; False for limits that the op has no words for."""
         if (left is not None and left < 0) or (right is not None and right < 0):
             return False
-        self.left = min((n for n in (self.left, left) if n is not None), default=None)
-        self.right = min((n for n in (self.right, right) if n is not None), default=None)
+        self.left, self.right = _smaller(self.left, left), _smaller(self.right, right)
         return True
+
+
+def _smaller(first: int | None, second: int | None) -> int | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return min(first, second)
 
 
 def recognise(mask_function: Callable[..., Any]) -> Rule | None:
@@ -53,6 +58,13 @@ def recognise(mask_function: Callable[..., Any]) -> Rule | None:
     While tracing only functions without a closure are known: dynamo cannot read the cells of a
     function made inside the traced code.
     """
+    if torch.compiler.is_compiling():
+        from transformers import masking_utils
+
+        if mask_function is masking_utils.causal_mask_function:
+            return Rule(right=0)
+        is_everything = mask_function is getattr(masking_utils, "bidirectional_mask_function", None)
+        return Rule() if is_everything else None
     rule = Rule()
     return rule if _collect(mask_function, rule, shift=0, positions=None) else None
 
@@ -70,7 +82,7 @@ def _collect(
         return rule.limit(None, shift)
     if form == "everything":
         return positions is None
-    if form is None or torch.compiler.is_compiling():
+    if form is None:
         return False
     cells = dict(
         zip(
@@ -187,6 +199,10 @@ def build(
             return None
         padding = visible_keys(padding, kv_offset, len_kv)
         key_padding = padding if key_padding is None else key_padding & padding
+    if not isinstance(rows, torch.Tensor):
+        shift = rows - kv_offset - (len_kv - len_q)
+        if shift != 0 and torch.compiler.is_compiling():  # symbolic: no constant of a graph
+            rows = torch.arange(len_q, device=device) + rows
     settings, starts, row_end = {}, [], None
     if isinstance(rows, torch.Tensor):
         stands_at = rows[None] - kv_offset
@@ -196,8 +212,8 @@ def build(
             row_end = (stands_at + (rule.right + 1)).to(torch.int32)
     else:
         stands_at = (torch.arange(len_q, device=device) + (rows - kv_offset))[None]
-        settings["shift"] = rows - kv_offset - (len_kv - len_q)
-        settings |= {"window_left": rule.left, "window_right": rule.right}
+        settings = {"window_left": rule.left, "window_right": rule.right}
+        settings["shift"] = shift if shift != 0 else 0
     for size, left_padding, positions in rule.chunks:
         if left_padding.shape != (batch,):
             return None

@@ -95,26 +95,6 @@ class StructuredMask(torch.Tensor):
         """What is known on the host."""
         return {name: getattr(self, name) for name in _HOST_FIELDS}
 
-    def arguments(self, len_q: int, len_kv: int) -> dict[str, Any]:
-        """The mask of len_q rows and len_kv keys, as arguments of ``functional.attention``.
-
-        A model that cut its rows or keys in the meantime gets the dense mask: the op then says
-        whether it fits.
-        """
-        if not torch.compiler.is_compiling() and not self.is_inference() and self._version > 0:
-            raise RuntimeError(_READ_ONLY)
-        if self.given is not None:
-            return {"mask": self.given}
-        if self.shape[2] != len_q or self.shape[3] != len_kv:
-            return {"mask": self.materialise()}
-        return {
-            "mask": self.key_padding,
-            "row_start": self.row_start,
-            "row_end": self.row_end,
-            "window": (self.window_left, self.window_right),
-            "query_offset": None if self.shift == 0 else len_kv - len_q + self.shift,
-        }
-
     def materialise(self) -> torch.Tensor:
         """The pairs: bool [B, 1, Lq, Lk], contiguous."""
         if self.given is not None:
@@ -179,3 +159,24 @@ class StructuredMask(torch.Tensor):
         rule = ", ".join(f"{name}={value}" for name, value in self._settings().items())
         fields = ", ".join(self.__tensor_flatten__()[0])
         return f"StructuredMask(shape={list(self.shape)}, {rule}, fields=[{fields}])"
+
+
+def arguments(mask: StructuredMask, len_q: int, len_kv: int) -> dict[str, Any]:
+    """A mask of len_q rows and len_kv keys as arguments of ``functional.attention``.
+
+    A model that cut its rows or keys since the mask was made gets the dense one: the op then says
+    whether it fits. Not a method, because dynamo takes methods of tensors for ops.
+    """
+    if not torch.compiler.is_compiling() and not mask.is_inference() and mask._version > 0:
+        raise RuntimeError(_READ_ONLY)
+    if mask.given is not None:
+        return {"mask": mask.given}
+    if mask.shape[2] != len_q or mask.shape[3] != len_kv:
+        return {"mask": mask & True}
+    return {
+        "mask": mask.key_padding,
+        "row_start": mask.row_start,
+        "row_end": mask.row_end,
+        "window": (mask.window_left, mask.window_right),
+        "query_offset": None if mask.shift == 0 else len_kv - len_q + mask.shift,
+    }

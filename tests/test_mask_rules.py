@@ -11,7 +11,7 @@ from packaging.version import Version
 from transformers import masking_utils
 from transformers.masking_utils import and_masks, causal_mask_function
 
-from hf_flash_backend import mask_rules, masks
+from hf_flash_backend import mask_rules, masks, structured_mask
 from hf_flash_backend.structured_mask import StructuredMask
 
 NEW_STYLE = Version("5.4") <= TRANSFORMERS  # q_length and q_offset instead of cache_position
@@ -87,7 +87,7 @@ def check(function, rows, q_offset, keys, kv_offset, padding, as_tensor=False):
         offset.add_(3)  # as a static cache does later
     assert mask.shape == dense.shape and mask.dtype == torch.bool
     assert torch.equal(mask & True, dense), f"{rows, q_offset, keys, kv_offset, padding}"
-    arguments = mask.arguments(rows, keys)
+    arguments = structured_mask.arguments(mask, rows, keys)
     assert torch.equal(visible(rows, keys, **arguments).expand_as(dense), dense)
     return mask
 

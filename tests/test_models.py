@@ -46,7 +46,7 @@ def wrong_top_left(attention, q, k, v, **arguments):
 
 
 def wrong_no_mask(attention, q, k, v, **arguments):
-    limits = dict.fromkeys(("mask", "row_start", "row_end", "query_offset"))
+    limits = dict.fromkeys(("mask", "row_start", "row_end"))
     arguments = {**arguments, **limits, "window": (None, 0), "is_causal": True}
     return attention(q, k, v, **arguments)
 
