@@ -227,7 +227,7 @@ def build(
     row_start = functools.reduce(torch.maximum, starts).to(torch.int32) if starts else None
     return StructuredMask(
         shape,
-        device,
+        torch.empty(0, device=device),
         is_packed=bool(rule.groups),
         key_padding=key_padding,
         row_start=row_start,

@@ -104,7 +104,11 @@ def attention_mask(
         if mask is not None:
             return mask
     mask = masking_utils.sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **arguments)
-    return None if mask is None else StructuredMask(shape, device, key_padding=padding, given=mask)
+    return (
+        None
+        if mask is None
+        else StructuredMask(shape, mask.new_empty(0), key_padding=padding, given=mask)
+    )
 
 
 def _rows_end_with_keys(

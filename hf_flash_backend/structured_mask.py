@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _aten = torch.ops.aten
-_TENSOR_FIELDS = ("key_padding", "row_start", "row_end", "given")
+_TENSOR_FIELDS = ("anchor", "key_padding", "row_start", "row_end", "given")
 _HOST_FIELDS = ("shift", "window_left", "window_right", "is_packed")
 _READ_ONLY = (
     "hf_flash_backend: the attention mask was changed in place: got a write to a mask that is kept "
@@ -34,7 +34,8 @@ class StructuredMask(torch.Tensor):
     * ``key_padding[b, j]``, bool [B, Lk];
     * ``given[b, 0, i, j]``, bool [B, 1, Lq, Lk]: what no rule describes.
 
-    ``is_packed`` says that packed sequences are told apart already.
+    ``is_packed`` says that packed sequences are told apart already. ``anchor`` is empty: it stands
+    for the device, also where no other tensor does, and it is fake where the mask is.
 
     detach, alias, clone and copies to another device keep the rule. Every other op sees the pairs:
     it gets the exact dense mask and returns plain tensors. Nothing can be written in place: a dense
@@ -44,6 +45,7 @@ class StructuredMask(torch.Tensor):
     (``__tensor_flatten__``).
     """
 
+    anchor: torch.Tensor
     key_padding: torch.Tensor | None
     row_start: torch.Tensor | None
     row_end: torch.Tensor | None
@@ -55,7 +57,7 @@ class StructuredMask(torch.Tensor):
     def __new__(
         cls,
         shape: tuple[int, int, int, int],
-        device: torch.device,
+        anchor: torch.Tensor,
         *,
         shift: int = 0,
         window_left: int | None = None,
@@ -66,7 +68,10 @@ class StructuredMask(torch.Tensor):
         row_end: torch.Tensor | None = None,
         given: torch.Tensor | None = None,
     ) -> StructuredMask:
-        mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=anchor.device
+        )
+        mask.anchor = anchor
         mask.shift = shift
         mask.window_left, mask.window_right = window_left, window_right
         mask.is_packed = is_packed
@@ -75,34 +80,29 @@ class StructuredMask(torch.Tensor):
         mask.given = given
         return mask
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.device, dict[str, Any]]]:
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         names = [name for name in _TENSOR_FIELDS if getattr(self, name) is not None]
-        return names, (self.device, self._settings())
+        return names, {name: getattr(self, name) for name in _HOST_FIELDS}
 
     @staticmethod
     def __tensor_unflatten__(
         tensors: dict[str, torch.Tensor],
-        context: tuple[torch.device, dict[str, Any]],
+        settings: dict[str, Any],
         size: tuple[int, ...],
         stride: tuple[int, ...],
     ) -> StructuredMask:
-        device, settings = context
-        for tensor in tensors.values():  # they may have been moved since
-            device = tensor.device
-        return StructuredMask(size, device, **settings, **tensors)
-
-    def _settings(self) -> dict[str, Any]:
-        """What is known on the host."""
-        return {name: getattr(self, name) for name in _HOST_FIELDS}
+        return StructuredMask(size, **settings, **tensors)
 
     def materialise(self) -> torch.Tensor:
         """The pairs: bool [B, 1, Lq, Lk], contiguous."""
         if self.given is not None:
-            return self.given
+            return self.given.contiguous()
         batch, _, len_q, len_kv = self.shape
-        key = torch.arange(len_kv, device=self.device)
-        stands_at = torch.arange(len_q, device=self.device)[:, None] + (len_kv - len_q + self.shift)
-        visible = torch.ones(1, len_q, len_kv, dtype=torch.bool, device=self.device)
+        # Made from a field, not by arange: where the fields are fake, so must be what comes of them.
+        key = self.anchor.new_ones(len_kv, dtype=torch.int64).cumsum(0) - 1
+        row = self.anchor.new_ones(len_q, dtype=torch.int64).cumsum(0) - 1
+        stands_at = row[:, None] + (len_kv - len_q + self.shift)
+        visible = self.anchor.new_ones(1, len_q, len_kv, dtype=torch.bool)
         if self.window_left is not None:
             visible = visible & (key >= stands_at - self.window_left)
         if self.window_right is not None:
@@ -115,12 +115,11 @@ class StructuredMask(torch.Tensor):
             visible = visible & self.key_padding[:, None, :]
         return visible[:, None].expand(batch, 1, len_q, len_kv).contiguous()
 
-    def _map(
-        self, function: Callable[[torch.Tensor], torch.Tensor], device: torch.device
-    ) -> StructuredMask:
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> StructuredMask:
         """The same rule with every tensor field replaced."""
-        tensors = {name: function(getattr(self, name)) for name in self.__tensor_flatten__()[0]}
-        return StructuredMask(self.shape, device, **self._settings(), **tensors)
+        names, settings = self.__tensor_flatten__()
+        tensors = {name: function(getattr(self, name)) for name in names}
+        return StructuredMask(self.shape, **settings, **tensors)
 
     @classmethod
     def __torch_dispatch__(
@@ -128,11 +127,10 @@ class StructuredMask(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in (_aten.detach.default, _aten.alias.default, _aten.clone.default):
-            return args[0]._map(func, args[0].device)
+            return args[0]._map(func)
         if func is _aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
-            target = torch.empty(0, device=kwargs.get("device") or args[0].device)
-            blocking = {"non_blocking": kwargs.get("non_blocking", False)}
-            return args[0]._map(lambda t: t.to(target.device, copy=True, **blocking), target.device)
+            target = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
+            return args[0]._map(lambda t: t.to(copy=True, **target))
         for position, argument in enumerate(func._schema.arguments):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -156,9 +154,9 @@ class StructuredMask(torch.Tensor):
         return self.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        rule = ", ".join(f"{name}={value}" for name, value in self._settings().items())
-        fields = ", ".join(self.__tensor_flatten__()[0])
-        return f"StructuredMask(shape={list(self.shape)}, {rule}, fields=[{fields}])"
+        names, settings = self.__tensor_flatten__()
+        rule = ", ".join(f"{name}={value}" for name, value in settings.items())
+        return f"StructuredMask(shape={list(self.shape)}, {rule}, fields={names})"
 
 
 def arguments(mask: StructuredMask, len_q: int, len_kv: int) -> dict[str, Any]:

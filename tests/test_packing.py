@@ -111,7 +111,7 @@ def test_only_own_masks_without_padding_are_completed(is_padded, kind, is_copied
     assert_close(call(q, k, v, visible, **arguments), expected)  # of the caller: the whole truth
     rule = {"window_left": 3, "window_right": 0} if kind == "rule" else {"given": visible}
     rule["key_padding"] = padding if is_padded else None
-    mask = StructuredMask((2, 1, 5, 5), torch.device("cpu"), **rule)
+    mask = StructuredMask((2, 1, 5, 5), torch.empty(0), **rule)
     mask = mask.detach().clone() if is_copied else mask
     if not is_padded:
         expected = dense(q, k, v, visible & varlen([3, 2], [3, 2], 5, 5, True, None))
