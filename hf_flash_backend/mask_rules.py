@@ -199,21 +199,21 @@ def build(
             return None
         padding = visible_keys(padding, kv_offset, len_kv)
         key_padding = padding if key_padding is None else key_padding & padding
-    if not isinstance(rows, torch.Tensor):
-        shift = rows - kv_offset - (len_kv - len_q)
-        if shift != 0 and torch.compiler.is_compiling():  # symbolic: no constant of a graph
-            rows = torch.arange(len_q, device=device) + rows
+    shift = None if isinstance(rows, torch.Tensor) else rows - kv_offset - (len_kv - len_q)
+    if shift is not None and shift != 0 and torch.compiler.is_compiling():
+        shift = None  # symbolic, and so no constant of a graph
+    if not isinstance(rows, torch.Tensor) and (shift is None or rule.chunks or rule.groups):
+        rows = torch.arange(len_q, device=device) + rows
+    stands_at = rows[None] - kv_offset if isinstance(rows, torch.Tensor) else None
     settings, starts, row_end = {}, [], None
-    if isinstance(rows, torch.Tensor):
-        stands_at = rows[None] - kv_offset
+    if shift is not None:
+        settings = {"window_left": rule.left, "window_right": rule.right}
+        settings["shift"] = 0 if shift == 0 else shift  # the constant, also where it is symbolic
+    else:
         if rule.left is not None:
             starts.append(stands_at - rule.left)
         if rule.right is not None:
             row_end = (stands_at + (rule.right + 1)).to(torch.int32)
-    else:
-        stands_at = (torch.arange(len_q, device=device) + (rows - kv_offset))[None]
-        settings = {"window_left": rule.left, "window_right": rule.right}
-        settings["shift"] = shift if shift != 0 else 0
     for size, left_padding, positions in rule.chunks:
         if left_padding.shape != (batch,):
             return None

@@ -81,7 +81,7 @@ def attention_mask(
 
     allow_is_causal_skip = allow_is_causal_skip and ends_together
     padding = arguments.get("attention_mask")
-    is_ours = not torch.jit.is_tracing() and isinstance(kv_offset, int)
+    is_ours = not torch.jit.is_tracing() and not isinstance(kv_offset, torch.Tensor)
     if padding is not None:
         is_ours = is_ours and padding.dtype == torch.bool and padding.shape[0] == batch_size
     if not is_ours:
@@ -104,11 +104,10 @@ def attention_mask(
         if mask is not None:
             return mask
     mask = masking_utils.sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **arguments)
-    return (
-        None
-        if mask is None
-        else StructuredMask(shape, mask.new_empty(0), key_padding=padding, given=mask)
-    )
+    if mask is None:
+        return None
+    # Kept as it is, but known as ours: segment_starts may complete it.
+    return StructuredMask(shape, mask.new_empty(0), key_padding=padding, given=mask)
 
 
 def _rows_end_with_keys(
