@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from . import functional, masks
+from . import functional, masks, structured_mask
+from .structured_mask import StructuredMask
 
 logger = logging.getLogger("hf_flash_backend")
 
@@ -82,7 +83,8 @@ def attention_forward(
     Which keys a row sees, the first that applies:
 
     1. a 4-D mask is the whole truth: is_causal, sliding_window, cu_seq_lens and position_ids are
-       in it;
+       in it (a StructuredMask of ``masks.attention_mask`` may know no packing: see
+       ``masks.segment_starts``);
     2. a 2-D mask is key padding, on top of is_causal and sliding_window;
     3. cu_seq_lens: sequences side by side, is_causal and sliding_window within each;
     4. position_ids of a causal layer that do not grow by one: packed sequences, likewise;
@@ -138,10 +140,13 @@ def attention_forward(
     is_causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None
     visible: dict[str, Any] = {}
-    if attention_mask is not None and attention_mask.dim() != 2:
-        visible["mask"] = attention_mask
+    if isinstance(attention_mask, StructuredMask):
+        visible = structured_mask.arguments(attention_mask, query.shape[2], key.shape[2])
         if is_causal:
-            visible["row_start"] = masks.segment_starts(position_ids, query, key, attention_mask)
+            starts = masks.segment_starts(position_ids, query, key, attention_mask)
+            visible["row_start"] = masks.later_start(visible.get("row_start"), starts)
+    elif attention_mask is not None and attention_mask.dim() != 2:
+        visible["mask"] = attention_mask
     elif attention_mask is None and not (cu_seq_lens_q is None and cu_seq_lens_k is None):
         visible["row_start"], visible["row_end"] = masks.sequence_limits(
             query, cu_seq_lens_q, cu_seq_lens_k, is_causal=is_causal, window=window

@@ -4,7 +4,8 @@ Transformers calls :func:`attention_mask` once per forward and kind of mask (ful
 chunked). What it returns reaches :func:`hf_flash_backend.integration.attention_forward`:
 
 * ``None`` where bottom-right causal, or everything, is exactly the mask;
-* else bool [B, 1, Lq, Lk], true = visible: causality, window, chunks, packing, padding together;
+* else a :class:`StructuredMask`, bool [B, 1, Lq, Lk], true = visible: causality, window, chunks,
+  packing, padding together;
 * float (0 and the least number) for models that add the mask to the scores themselves.
 
 Row limits are int32 [1|B, Lq]: row i sees keys row_start <= j < row_end.
@@ -19,6 +20,9 @@ from typing import Any
 
 import torch
 
+from . import mask_rules
+from .structured_mask import StructuredMask
+
 logger = logging.getLogger("hf_flash_backend")
 
 # This model casts a float bias to the dtype of the mask and joins them: a bool mask inverts it.
@@ -30,6 +34,7 @@ _warned: set[str] = set()
 
 def attention_mask(
     *,
+    batch_size: int,
     kv_length: int,
     kv_offset: int = 0,
     q_length: int | None = None,
@@ -44,36 +49,65 @@ def attention_mask(
     Args:
         kv_length, kv_offset: keys there will be, and the position of the first one.
         q_length, q_offset: query rows, and the position of the first one. A static cache passes
-            q_offset as a 0-d tensor that it advances in place later; the dense mask made here has
-            read it by then.
+            q_offset as a 0-d tensor that it advances in place later; the mask made here has read it
+            by then.
         cache_position: [q_length] int64, positions of the query rows; up to 5.3, instead of
             q_length and q_offset.
         allow_is_causal_skip: whether a causal mask may be None.
         config: of the model; decides between bool and float masks.
-        arguments: the rest, as ``transformers.masking_utils.sdpa_mask`` takes it (batch_size,
-            mask_function, attention_mask [B, seen] bool, local_size, dtype, device, ...).
+        arguments: the rest, as ``transformers.masking_utils.sdpa_mask`` takes it (mask_function,
+            attention_mask [B, seen] bool, allow_is_bidirectional_skip, dtype, device, ...).
 
     Returns:
-        None, bool [B, 1, Lq, Lk], or float [B, 1, Lq, Lk] for models that need one.
+        None, a StructuredMask (bool [B, 1, Lq, Lk]), or float [B, 1, Lq, Lk] for models that need
+        one.
     """
-    from transformers.masking_utils import eager_mask, sdpa_mask
+    from transformers import masking_utils
 
-    arguments |= {"kv_length": kv_length, "kv_offset": kv_offset}
+    arguments |= {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset}
     if cache_position is None:
         arguments |= {"q_length": q_length, "q_offset": q_offset}
-    else:
-        arguments |= {"cache_position": cache_position}
-    if config is not None and needs_float_mask(config):
-        return eager_mask(**arguments)
-    if cache_position is None:
+        rows, device = q_offset, torch.device(arguments.get("device", "cpu"))
+        if isinstance(rows, torch.Tensor):
+            rows = torch.arange(q_length, device=device) + rows.to(device)
         ends_together = _rows_end_with_keys(q_length, kv_length, q_offset, kv_offset)
     else:
+        arguments["cache_position"] = cache_position
+        q_length, rows, device = cache_position.shape[0], cache_position, cache_position.device
         # One row sees every key of a dynamic cache; for a static one these versions never skip.
-        ends_together = cache_position.shape[0] in (1, kv_length)
-    mask = sdpa_mask(allow_is_causal_skip=allow_is_causal_skip and ends_together, **arguments)
-    if mask is not None:
-        mask._hfb_padding = arguments.get("attention_mask")  # see segment_starts
-    return mask
+        ends_together = q_length in (1, kv_length)
+    if config is not None and needs_float_mask(config):
+        return masking_utils.eager_mask(**arguments)
+
+    allow_is_causal_skip = allow_is_causal_skip and ends_together
+    padding = arguments.get("attention_mask")
+    is_ours = not torch.jit.is_tracing() and not isinstance(kv_offset, torch.Tensor)
+    if padding is not None:
+        is_ours = is_ours and padding.dtype == torch.bool and padding.shape[0] == batch_size
+    if not is_ours:
+        return masking_utils.sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **arguments)
+    skips = (allow_is_causal_skip, arguments.get("allow_is_bidirectional_skip", False))
+    if padding is not None:
+        padding = mask_rules.visible_keys(padding, kv_offset, kv_length)
+        # Not read where a static cache decodes: the host would wait for the device at every token.
+        if (any(skips) or q_length > 1) and mask_rules.is_readable(padding) and bool(padding.all()):
+            padding = None
+
+    shape = (batch_size, 1, q_length, kv_length)
+    rule = mask_rules.recognise(arguments.get("mask_function", masking_utils.causal_mask_function))
+    if rule is not None:
+        if padding is None and mask_rules.is_implied(rule, kv_length, ends_together, *skips):
+            return None
+        mask = mask_rules.build(
+            rule, shape, device, rows=rows, kv_offset=kv_offset, key_padding=padding
+        )
+        if mask is not None:
+            return mask
+    mask = masking_utils.sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **arguments)
+    if mask is None:
+        return None
+    # Kept as it is, but known as ours: segment_starts may complete it.
+    return StructuredMask(shape, mask.new_empty(0), key_padding=padding, given=mask)
 
 
 def _rows_end_with_keys(
@@ -84,9 +118,9 @@ def _rows_end_with_keys(
     ``sdpa_mask`` alone also returns None for the prefill of a static cache, where the rows stand
     at the first keys: None would then mean either alignment, and no choice is right for all models.
     """
-    if q_length == kv_length:
-        return True
-    return q_length == 1 and isinstance(q_offset, int) and q_offset + 1 == kv_offset + kv_length
+    if isinstance(q_offset, torch.Tensor):
+        return q_length == kv_length  # a static cache that the prefill fills
+    return q_length in (1, kv_length) and q_offset + q_length == kv_offset + kv_length
 
 
 def needs_float_mask(config: Any) -> bool:
@@ -194,30 +228,38 @@ def segment_starts(
     more than one run is read on the host once per forward and kept on the tensor. Where nothing
     can be read (tracing, graph capture) the answer is always a tensor, exact for one run as well.
 
-    A 4-D mask of the caller is the whole truth. One made by :func:`attention_mask` is not where
-    nothing is padded: Transformers looks for packed sequences only if there is no cache and no
-    2-D mask at all, so with a sliding window a cache would make them leak.
+    A 4-D mask of the caller is the whole truth. A :class:`StructuredMask` is not where nothing is
+    padded: Transformers looks for packed sequences only if there is no cache and no 2-D mask at
+    all, so with a sliding window a cache would make them leak.
     """
     if (
         not isinstance(position_ids, torch.Tensor)
         or position_ids.dim() != 2
         or not 1 < query.shape[2] == key.shape[2] == position_ids.shape[1]
         or position_ids.shape[0] not in (1, query.shape[0])
-        or (mask is not None and not hasattr(mask, "_hfb_padding"))
+        or not (mask is None or isinstance(mask, StructuredMask) and not mask.is_packed)
     ):
         return None
-    if not _is_readable(position_ids):
+    padding = None if mask is None else mask.key_padding
+    if not mask_rules.is_readable(position_ids):
         starts = _run_starts(position_ids)
-        padding = None if mask is None else mask._hfb_padding
         return starts if padding is None else starts * padding.all()
-    starts = _run_starts_if_several(position_ids)
-    if starts is None or not _is_unpadded(mask):
+    if padding is not None:  # attention_mask drops one that hides nothing
         return None
-    warn_once(
-        "position_ids do not grow by one along each row and no mask says why: each run of "
-        "consecutive positions attends to itself only (packed sequences)."
-    )
+    starts = _run_starts_if_several(position_ids)
+    if starts is not None:
+        warn_once(
+            "position_ids do not grow by one along each row and no mask says why: each run of "
+            "consecutive positions attends to itself only (packed sequences)."
+        )
     return starts
+
+
+def later_start(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """The later of two row limits, int32 [1|B, Lq]; None starts with the first key."""
+    if first is None or second is None:
+        return second if first is None else first
+    return torch.maximum(first, second)
 
 
 def _run_starts_if_several(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -232,25 +274,9 @@ def _run_starts_if_several(position_ids: torch.Tensor) -> torch.Tensor | None:
     return starts
 
 
-def _is_unpadded(mask: torch.Tensor | None) -> bool:
-    """Whether a mask of :func:`attention_mask` holds no padding; kept on the mask."""
-    if mask is None or mask._hfb_padding is None:
-        return True
-    if not isinstance(mask._hfb_padding, bool):
-        mask._hfb_padding = not bool(mask._hfb_padding.all())
-    return not mask._hfb_padding
-
-
 def _run_starts(position_ids: torch.Tensor) -> torch.Tensor:
-    index = torch.arange(position_ids.shape[1], device=position_ids.device)
     is_start = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
-    return torch.where(is_start, index, 0).cummax(dim=-1).values.to(torch.int32)
-
-
-def _is_readable(tensor: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.device.type == "meta":
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    return mask_rules.run_starts(is_start)
 
 
 def describe(argument: Any) -> str:

@@ -101,8 +101,9 @@ def test_sliding_window():
     function = masking_utils.sliding_window_causal_mask_function(4)
     mask = make_mask(9, 9, mask_function=function, local_size=4)
     assert_mask(mask, causal(9, 9, window=4))
-    mask = make_mask(1, 4, q_offset=9, kv_offset=6, mask_function=function, local_size=4)
-    assert_mask(mask, causal(1, 4, q_offset=9, kv_offset=6, window=4))
+    decode = {"q_offset": 9, "mask_function": function, "local_size": 4}
+    assert_mask(make_mask(1, 5, kv_offset=5, **decode), causal(1, 5, 9, 5, window=4))
+    assert make_mask(1, 4, kv_offset=6, **decode) is None  # the window holds every key of the cache
 
 
 def test_packed_sequences():

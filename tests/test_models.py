@@ -46,7 +46,8 @@ def wrong_top_left(attention, q, k, v, **arguments):
 
 
 def wrong_no_mask(attention, q, k, v, **arguments):
-    arguments = {**arguments, "mask": None, "row_start": None, "is_causal": True}
+    limits = dict.fromkeys(("mask", "row_start", "row_end"))
+    arguments = {**arguments, **limits, "window": (None, 0), "is_causal": True}
     return attention(q, k, v, **arguments)
 
 

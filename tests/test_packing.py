@@ -8,6 +8,7 @@ from adapter import band, call, dense, everything, make_qkv
 from models import assert_close
 
 from hf_flash_backend import masks
+from hf_flash_backend.structured_mask import StructuredMask
 
 
 def varlen(lengths_q, lengths_k, total_q, total_k, is_causal, window):
@@ -95,20 +96,26 @@ def test_packing_is_for_causal_layers_only():
     assert_close(call(q, k, v, position_ids=restarting), dense(q, k, v, everything(5, 5)))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_only_own_masks_without_padding_are_completed(padded):
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize("kind", ["rule", "given"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_only_own_masks_without_padding_are_completed(is_padded, kind, is_copied):
     """With a sliding window and a cache, Transformers asks for a mask that knows no packing."""
     q, k, v = make_qkv(5, 5)
     restarting = torch.tensor([[0, 1, 2, 0, 1]])
-    mask = band(5, 5, left=3, right=0)
     padding = torch.ones(2, 5, dtype=torch.bool)
-    padding[0, 0] = not padded
-    mask = mask & padding[:, None, None]
-    expected = dense(q, k, v, mask)
+    padding[0, 0] = not is_padded
+    visible = band(5, 5, left=3, right=0) & padding[:, None, None]
+    expected = dense(q, k, v, visible)
     arguments = {"is_causal": True, "position_ids": restarting}
-    assert_close(call(q, k, v, mask, **arguments), expected)  # of the caller: the whole truth
-    mask._hfb_padding = padding
-    if not padded:
-        expected = dense(q, k, v, mask & varlen([3, 2], [3, 2], 5, 5, True, None))
+    assert_close(call(q, k, v, visible, **arguments), expected)  # of the caller: the whole truth
+    rule = {"window_left": 3, "window_right": 0} if kind == "rule" else {"given": visible}
+    rule["key_padding"] = padding if is_padded else None
+    mask = StructuredMask((2, 1, 5, 5), torch.empty(0), **rule)
+    mask = mask.detach().clone() if is_copied else mask
+    if not is_padded:
+        expected = dense(q, k, v, visible & varlen([3, 2], [3, 2], 5, 5, True, None))
     for _ in range(2):
         assert_close(call(q, k, v, mask, **arguments), expected)
+    if is_padded:
+        assert_close(call(q, k, v, mask | False, **arguments), expected)  # a plain mask
