@@ -499,7 +499,7 @@ std::vector<int64_t> device_facts(int64_t index) {
 }
 
 // The plan of a call described by numbers, as JSON; "is_supported": false with a reason where
-// nothing runs. features: comma-separated, any of mask, bias, row_limits, alibi, dropout, sinks.
+// nothing runs. features: names of support.FEATURES that are no number or window.
 std::string explain(std::string direction, std::vector<int64_t> facts, std::string dtype,
                     std::vector<int64_t> shape, std::string features, double scale, double softcap,
                     std::optional<int64_t> window_left, std::optional<int64_t> window_right) {
@@ -507,6 +507,8 @@ std::string explain(std::string direction, std::vector<int64_t> facts, std::stri
   check(shape.size() == 7, "shape", std::to_string(shape.size()) + " sizes",
         "B, Hq, Hkv, Lq, Lk, D, Dv");
   static const int32_t present = 0;
+  static const int64_t seed = 0;
+  auto has = [&features](const char* name) { return features.find(name) != std::string::npos; };
   ForwardParams p;
   p.dtype = parse_dtype(dtype);
   p.batch = shape[0], p.heads_q = shape[1], p.heads_kv = shape[2], p.len_q = shape[3],
@@ -515,14 +517,14 @@ std::string explain(std::string direction, std::vector<int64_t> facts, std::stri
   p.scale = scale, p.softcap = softcap;
   p.band = {window_limit(window_left, "window_left"), window_limit(window_right, "window_right"),
             static_cast<int32_t>(p.len_kv - p.len_q)};
-  if (features.find("mask") != std::string::npos)
-    p.mask.data = reinterpret_cast<const bool*>(&present);
-  if (features.find("bias") != std::string::npos) p.bias.data = &present;
-  if (features.find("row_limits") != std::string::npos) p.row_start.data = &present;
-  static const int64_t seed = 0;
-  if (features.find("alibi") != std::string::npos) p.alibi_slopes = &present;
-  if (features.find("sinks") != std::string::npos) p.sinks.data = &present;
-  if (features.find("dropout") != std::string::npos) p.dropout.seed = &seed;
+  if (has("mask")) p.mask.data = reinterpret_cast<const bool*>(&present);
+  if (has("bias")) p.bias.data = &present;
+  if (has("row_limits")) p.row_start.data = &present;
+  if (has("query_offsets")) p.query_offsets.data = &present;
+  if (has("alibi")) p.alibi_slopes = &present;
+  if (has("sinks")) p.sinks.data = &present;
+  if (has("dropout")) p.dropout.seed = &seed;
+  p.dq_by_rows = has("deterministic");
   Device device;
   device.is_cuda = facts[0] != 0;
   device.sm = static_cast<int>(facts[1]);

@@ -1,14 +1,18 @@
-"""``python -m hf_flash_backend``: what is installed, what was built, and what can run here."""
+"""``python -m hf_flash_backend``: what is installed, what was built, and what can run here.
+
+With ``--support`` the support matrix of docs/support.md instead.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import sys
 from collections.abc import Iterator
 
 import torch
 
-from . import IMPLEMENTATION, __version__, ops, support
+from . import IMPLEMENTATION, __version__, ops, support, support_table
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -62,4 +66,7 @@ def usable(dtype: torch.dtype, device: str) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(report()))
+    if sys.argv[1:] == ["--support"]:
+        print(support_table.render(), end="")
+    else:
+        print("\n".join(report()))

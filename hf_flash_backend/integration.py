@@ -37,8 +37,6 @@ _USE_EAGER = 'Use attn_implementation="eager" for this model.'
 _USE_GENERATE = 'Use generate(), or attn_implementation="sdpa" for generate_batch().'
 # Arguments that change the result and that no kernel takes yet, and what to do without them.
 UNSUPPORTED = {
-    "s_aux": _USE_EAGER,
-    "sinks": _USE_EAGER,
     "indices": _USE_EAGER,
     "block_indices": _USE_EAGER,
     "head_mask": _USE_EAGER,
@@ -92,7 +90,7 @@ def attention_forward(
 
     Args:
         module: the layer; its ``is_causal`` counts where the argument is None (False where it has
-            none), its ``training`` decides about dropout.
+            none), its ``training`` decides whether dropout is on.
         query: [1|B, Hq, Lq, D]; key: [1|B, Hkv, Lk, D]; value: [1|B, Hkv, Lk, Dv]. Any strides,
             any head dims, mixed dtypes: inside autocast its dtype is used, else that of value.
         attention_mask: None; bool or int [B, keys]; bool, or float added to the scores,
@@ -101,7 +99,10 @@ def attention_forward(
         sliding_window: w = the w keys that end at the row's own (causal), or w - 1 keys to either
             side; None or below 1 = off.
         softcap: scores become softcap * tanh(scores / softcap); None or 0 = off.
-        position_bias: float [1|B, 1|Hq, 1|Lq, Lk] added to the scores; no gradient.
+        dropout: probability of dropping a weight.
+        position_bias: float [1|B, 1|Hq, 1|Lq, Lk] added to the scores.
+        s_aux, sinks: [Hq], or [B, Hq, Lq, 1] for each row: the score of one more key of value 0;
+            at most one of them.
         cu_seq_lens_q, cu_seq_lens_k: int [n + 1], bounds of n sequences; B = 1.
         position_ids: int [1|B, L]; other shapes are no packing.
         output_attentions: one warning; the weights never exist.
@@ -115,8 +116,6 @@ def attention_forward(
         ValueError: a mask or cu_seq_lens without a meaning here.
     """
     _refuse_unsupported(
-        s_aux=s_aux,
-        sinks=sinks,
         indices=indices,
         block_indices=block_indices,
         block_table=block_table,
@@ -125,14 +124,16 @@ def attention_forward(
         **kwargs,
     )
     _refuse_paged_cache(cache)
-    _refuse_dropout(module, dropout)
     if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
         raise ValueError(
             f"hf_flash_backend: attention_mask: got {masks.describe(attention_mask)}, expected a "
             f'tensor or None. Load the model with attn_implementation="{IMPLEMENTATION}", which '
             "makes its own masks."
         )
-    _refuse_gradient(position_bias=position_bias, attention_mask=attention_mask)
+    if s_aux is not None and sinks is not None:
+        raise ValueError(
+            "hf_flash_backend: s_aux and sinks: got both, expected at most one. Leave one out."
+        )
     if output_attentions:
         masks.warn_once(f"output_attentions=True gives None instead of weights. {_USE_EAGER}")
 
@@ -167,6 +168,8 @@ def attention_forward(
         scale=_default_scale(module, query.shape[-1]) if scaling is None else scaling,
         bias=position_bias,
         softcap=softcap or 0.0,
+        sinks=s_aux if sinks is None else sinks,
+        dropout_p=dropout if getattr(module, "training", True) else 0.0,
         deterministic=deterministic,
         **visible,
     ).transpose(1, 2)
@@ -199,26 +202,6 @@ def _refuse_paged_cache(cache: Any) -> None:
             f"hf_flash_backend: cache is not supported yet: got {masks.describe(cache)}, expected "
             f"None. {_USE_GENERATE}"
         )
-
-
-def _refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
-    """Raises in training; outside it eager drops nothing either."""
-    if dropout > 0.0 and getattr(module, "training", True):
-        raise NotImplementedError(
-            f"hf_flash_backend: dropout is not supported yet: got {dropout} in training mode, "
-            "expected 0.0. Set the attention dropout of the config (attention_dropout, attn_pdrop, "
-            'dropout_rate, ...) to 0.0, or use attn_implementation="sdpa".'
-        )
-
-
-def _refuse_gradient(**biases: torch.Tensor | None) -> None:
-    for name, bias in biases.items():
-        if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"hf_flash_backend: the gradient of {name} is not supported yet: got "
-                f"{masks.describe(bias)} that requires grad, expected one that does not. Run under "
-                f"torch.no_grad(), or to train: {_USE_EAGER}"
-            )
 
 
 def _common_dtype(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,13 +17,29 @@ from . import ops
 DEVICE_FACTS = (
     "is_cuda", "sm", "num_sms", "smem_optin_bytes", "driver_version", "runtime_version",
 )  # fmt: skip
+# Each feature of attention() as arguments of explain().
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (4, 4)},
+    "row_limits": {"features": ("row_limits",)},
+    "query_offsets": {"features": ("query_offsets",), "is_causal": True},
+    "sinks": {"features": ("sinks",)},
+    "mask": {"features": ("mask",)},
+    "bias": {"features": ("bias",)},
+    "alibi": {"features": ("alibi",)},
+    "softcap": {"softcap": 10.0},
+    "dropout": {"features": ("dropout",)},
+    "deterministic": {"features": ("deterministic",)},
+}
+HEAD_DIMS = (8, 64, 96, 128, 192, 256, 264)
 _BYTES = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
 
 
 def device_facts(device: torch.device | str | int | None = None) -> dict[str, int]:
     """Facts of a device as the library sees them: CUDA or not, compute capability times 10,
-    multiprocessors, shared memory a block may ask for (bytes), CUDA version of the driver and of the library's runtime
-    (13000 = 13.0; 0 = none).
+    multiprocessors, shared memory a block may ask for (bytes), CUDA version of the driver and of
+    the library's runtime (13000 = 13.0; 0 = none).
     """
     device = torch.device("cpu" if device is None else device)
     if device.type not in ("cpu", "cuda"):
@@ -32,9 +48,7 @@ def device_facts(device: torch.device | str | int | None = None) -> dict[str, in
             'Use attn_implementation="sdpa".'
         )
     index = -1 if device.type == "cpu" else device.index
-    if (
-        index is None
-    ):  # the current device; 0 until CUDA is initialised, which a question never does
+    if index is None:  # the current device; 0 until CUDA is initialised, which no question does
         index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     ops.load_library()
     return dict(zip(DEVICE_FACTS, torch.ops.hf_flash_backend.device_facts(index), strict=True))
@@ -60,7 +74,8 @@ def explain(
         device: where it would run, or the facts of a device that is not here (see
             :func:`device_facts`).
         direction: "forward" or "backward".
-        features: any of "mask", "bias", "row_limits".
+        features: any of "mask", "bias", "row_limits", "query_offsets", "alibi", "sinks",
+            "dropout", "deterministic".
 
     Returns:
         ``kernel`` ("none" if nothing runs), ``reason`` (why nothing, or why a slower kernel than
@@ -136,6 +151,27 @@ def why_not(
     except (RuntimeError, NotImplementedError) as error:
         return str(error).removeprefix("hf_flash_backend: ")
     return call["reason"] if call["kernel"] == "none" else None
+
+
+def matrix(
+    device: torch.device | str | int | dict[str, int] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """One row for each dtype, head dim, direction and feature on a device: the kernel that runs
+    ("none" if nothing) and the reason (why nothing, or why not a faster one).
+    """
+    facts = device if isinstance(device, dict) else device_facts(device)
+    for dtype in _BYTES:
+        for head_dim in HEAD_DIMS:
+            for direction in ("forward", "backward"):
+                for feature, arguments in FEATURES.items():
+                    call = explain(
+                        shape=(2, 4, 2, 64, 64, head_dim, head_dim), dtype=dtype, device=facts,
+                        direction=direction, **arguments,
+                    )  # fmt: skip
+                    yield {
+                        "dtype": dtype, "head_dim": head_dim, "direction": direction,
+                        "feature": feature, "kernel": call["kernel"], "reason": call["reason"],
+                    }  # fmt: skip
 
 
 class Calls(list):

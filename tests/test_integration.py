@@ -175,18 +175,28 @@ def test_position_bias_joins_every_mask():
     added = torch.where(causal, 0.0, -math.inf)
     assert_close(call(q, k, v, added, position_bias=bias), expected)
     bias.requires_grad_()
-    with pytest.raises(NotImplementedError) as error:
-        call(q, k, v, position_bias=bias)
-    assert str(error.value) == (
-        "hf_flash_backend: the gradient of position_bias is not supported yet: got a tensor of "
-        "shape [1, 4, 5, 5] and dtype torch.float32 that requires grad, expected one that does "
-        "not. Run under torch.no_grad(), or to train: "
-        'Use attn_implementation="eager" for this model.'
-    )
-    with pytest.raises(NotImplementedError, match="the gradient of attention_mask is not"):
-        call(q, k, v, bias)
-    with torch.no_grad():
-        assert_close(call(q, k, v, is_causal=True, position_bias=bias), expected)
+    for name in ("position_bias", "attention_mask"):
+        output, expected = (
+            call(q, k, v, **{name: bias}),
+            dense(q, k, v, everything(5, 5), bias=bias),
+        )
+        gradients = [torch.autograd.grad(t.square().sum(), bias)[0] for t in (output, expected)]
+        assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", ["s_aux", "sinks"])
+def test_sinks_are_one_more_key_of_value_zero(name):
+    q, k, v = make_qkv(3, 5)
+    for shape in ((4,), (2, 4, 3, 1)):
+        sinks = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        column = sinks if len(shape) == 4 else sinks.view(1, 4, 1, 1)
+        scores = q @ k.repeat_interleave(2, dim=1).transpose(-1, -2) / q.shape[-1] ** 0.5
+        scores = torch.cat([scores, column.expand(2, 4, 3, 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :-1]
+        expected = (weights @ v.repeat_interleave(2, dim=1)).transpose(1, 2)
+        assert_close(call(q, k, v, **{name: sinks}), expected)
+    with pytest.raises(ValueError, match="s_aux and sinks: got both, expected at most one"):
+        call(q, k, v, s_aux=torch.zeros(4), sinks=torch.zeros(4))
 
 
 @pytest.mark.parametrize("name", sorted(integration.UNSUPPORTED))
@@ -217,13 +227,11 @@ def test_unknown_tensors_are_refused_and_harmless_ones_are_not():
 def test_dropout_counts_in_training_only():
     q, k, v = make_qkv(3, 5)
     assert torch.equal(call(q, k, v, dropout=0.1), call(q, k, v))
-    with pytest.raises(NotImplementedError) as error:
-        call(q, k, v, dropout=0.1, layer=Layer().train())
-    assert str(error.value) == (
-        "hf_flash_backend: dropout is not supported yet: got 0.1 in training mode, expected 0.0. "
-        "Set the attention dropout of the config (attention_dropout, attn_pdrop, dropout_rate, "
-        '...) to 0.0, or use attn_implementation="sdpa".'
-    )
+    torch.manual_seed(3)
+    dropped = call(q, k, v, dropout=0.5, layer=Layer().train())
+    assert not torch.equal(dropped, call(q, k, v))
+    torch.manual_seed(3)
+    assert torch.equal(call(q, k, v, dropout=0.5, layer=Layer().train()), dropped)
 
 
 def test_paged_cache_is_refused():

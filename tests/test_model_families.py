@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from models import TRANSFORMERS, assert_close, build, expect_calls, make_pair
+from models import TRANSFORMERS, assert_close, expect_calls, make_pair
 from packaging.version import Version
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -151,12 +151,11 @@ def test_t5_inference():
 
 
 @pytest.mark.skipif(not HAS_T5, reason="T5 is outside the attention interface before 5.15")
-def test_t5_training_is_refused():
-    model = build(t5(), IMPLEMENTATION, AutoModelForSeq2SeqLM)
-    with pytest.raises(
-        NotImplementedError, match="the gradient of position_bias is not supported yet: got a tens"
-    ):
-        model(input_ids=ids(), decoder_input_ids=ids())
+def test_t5_training():
+    """The bias of relative positions is learned: its gradient sums over the batch."""
+    arguments = {"input_ids": ids(), "attention_mask": right_padded()}
+    arguments |= {"decoder_input_ids": ids(length=6), "use_cache": False}
+    check(t5, AutoModelForSeq2SeqLM, arguments, calls=2 + 2 * 2)
 
 
 def test_vit():
@@ -232,8 +231,8 @@ def test_checker_rejects_a_bool_mask_outside_the_interface(monkeypatch):
 
 
 @torch.no_grad()
-def test_gpt_oss_sinks_are_refused():
-    config = transformers.GptOssConfig(
+def gpt_oss():
+    return transformers.GptOssConfig(
         vocab_size=61,
         hidden_size=32,
         intermediate_size=32,
@@ -244,12 +243,27 @@ def test_gpt_oss_sinks_are_refused():
         num_local_experts=2,
         num_experts_per_tok=1,
         sliding_window=4,
+        initializer_range=0.2,
         rope_scaling={"rope_type": "default", "rope_theta": 10000.0},
     )
-    model = build(config, IMPLEMENTATION)
-    with pytest.raises(NotImplementedError) as error:
-        model(ids())
-    assert str(error.value) == (
-        "hf_flash_backend: s_aux is not supported yet: got a tensor of shape [4] and dtype "
-        'torch.float32, expected None. Use attn_implementation="eager" for this model.'
-    )
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["full", "left_padded"])
+def test_gpt_oss_with_sinks(padding):
+    """Sinks are parameters: check compares their gradients too."""
+    arguments, real = {"input_ids": ids(), "use_cache": False}, None
+    if padding:
+        mask = right_padded().flip(1)
+        arguments["attention_mask"], real = mask, mask.bool()
+    check(gpt_oss, AutoModelForCausalLM, arguments, calls=2, real=real)
+
+
+def test_gpt_oss_checker_rejects_dropped_sinks(monkeypatch):
+    right = hf_flash_backend.functional.attention
+
+    def wrong(*tensors, **arguments):
+        return right(*tensors, **{**arguments, "sinks": None})
+
+    monkeypatch.setattr(hf_flash_backend.functional, "attention", wrong)
+    with pytest.raises(AssertionError, match="error .* allowed"):
+        test_gpt_oss_with_sinks(padding=False)

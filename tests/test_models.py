@@ -313,12 +313,21 @@ def test_name_is_one_that_transformers_leaves_alone():
             del functions["my_flash"]
 
 
-def test_dropout_in_training_is_refused():
-    model = build(DECODERS["gpt2"](attn_pdrop=0.1), IMPLEMENTATION)
+def test_dropout_in_training_has_the_mean_of_eager():
+    """One layer, so that the mean over dropouts is the output without: 400 draws, 5 sigma."""
+    model = build(DECODERS["gpt2"](attn_pdrop=0.2, n_layer=1), IMPLEMENTATION)
     arguments, _ = plain()
-    model(**arguments)
-    with pytest.raises(NotImplementedError, match="dropout is not supported yet: got 0.1 in train"):
-        model.train()(**arguments)
+    with torch.no_grad():
+        attention = model.transformer.h[0].attn
+        hidden = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(5))
+        expected = attention(hidden)[0]
+        torch.manual_seed(0)
+        attention.train()
+        draws = torch.stack([attention(hidden)[0] for _ in range(400)])
+    error = draws.std(dim=0) / 400**0.5
+    assert ((draws.mean(dim=0) - expected).abs() <= 5 * error + 1e-6).all()
+    assert (draws.std(dim=0) > 0).any()
+    model.train()(**arguments).logits.sum().backward()
 
 
 @torch.no_grad()
