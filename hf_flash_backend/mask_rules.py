@@ -220,10 +220,11 @@ def build(
         counted = stands_at + kv_offset if positions is None else positions
         starts.append(stands_at - (counted - left_padding[:, None]).remainder(size))
     if rule.groups:
-        group_starts = _group_starts(rule, shape, stands_at, kv_offset)
-        if group_starts is None:
+        are_runs, group_starts = _group_starts(rule, shape, stands_at, kv_offset)
+        if not are_runs:
             return None
-        starts.append(group_starts)
+        if group_starts is not None:
+            starts.append(group_starts)
     row_start = functools.reduce(torch.maximum, starts).to(torch.int32) if starts else None
     return StructuredMask(
         shape,
@@ -255,8 +256,10 @@ def run_starts(is_start: torch.Tensor) -> torch.Tensor:
 
 def _group_starts(
     rule: Rule, shape: tuple[int, int, int, int], stands_at: torch.Tensor, kv_offset: int
-) -> torch.Tensor | None:
-    """int32 [B, L], where the group of each row starts; None if groups are no runs of rows.
+) -> tuple[bool, torch.Tensor | None]:
+    """Whether groups are runs of rows, and int32 [B, L], where the group of each row starts.
+
+    The starts are None if there is one group only: Transformers 4 asks for that by default.
 
     They are runs if the groups never decrease, the rows stand at their own keys, and remapped
     positions grow by one within a group, so that distances are those of the index. One read on the
@@ -264,9 +267,9 @@ def _group_starts(
     """
     batch, _, len_q, len_kv = shape
     if len_q != len_kv or kv_offset != 0 or not is_readable(stands_at):
-        return None
+        return False, None
     if any(ids.shape != (batch, len_q) for ids in (*rule.groups, *rule.remapped)):
-        return None
+        return False, None
     is_new = torch.zeros(batch, len_q, dtype=torch.bool, device=stands_at.device)
     is_run = stands_at == torch.arange(len_q, device=stands_at.device)
     for groups in rule.groups:
@@ -274,7 +277,8 @@ def _group_starts(
         is_new, is_run = is_new | (step != 0), is_run & (step >= 0)
     for positions in rule.remapped:
         is_run = is_run & (is_new | (positions.diff(dim=-1, prepend=positions[:, :1] - 1) == 1))
-    return run_starts(is_new) if bool(is_run.all()) else None
+    are_runs, are_several = torch.stack([is_run.all(), is_new.any()]).tolist()
+    return are_runs, run_starts(is_new) if are_several else None
 
 
 def is_readable(tensor: torch.Tensor) -> bool:

@@ -135,6 +135,12 @@ def test_packed_sequences_are_exact(base, is_remapped):
         assert mask.given is None and mask.is_packed
 
 
+def test_one_group_alone_limits_no_row():
+    packed = masking_utils.packed_sequence_mask_function(torch.full((BATCH, 6), 2))
+    mask = check(and_masks(causal_mask_function, packed), 6, 0, 6, 0, None)
+    assert mask.is_packed and mask.row_start is None
+
+
 def test_groups_that_are_no_runs_stay_exact():
     """Groups that come back, and positions that jump within a group."""
     groups = torch.tensor([[0, 1, 0, 1, 2, 2]] * BATCH)

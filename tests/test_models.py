@@ -56,7 +56,8 @@ def wrong_no_packing(attention, q, k, v, **arguments):
 
 
 def wrong_not_causal(attention, q, k, v, **arguments):
-    return attention(q, k, v, **{**arguments, "mask": None, "is_causal": False})
+    arguments = {**arguments, "is_causal": False, "window": (None, None)}
+    return attention(q, k, v, **{**arguments, "mask": None, "row_end": None})
 
 
 def wrong_no_softcap(attention, q, k, v, **arguments):

@@ -20,7 +20,7 @@ from models import (
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from hf_flash_backend import structured_mask
+from hf_flash_backend import functional, structured_mask
 from hf_flash_backend.structured_mask import StructuredMask
 
 ANCHOR = torch.empty(0)
@@ -183,6 +183,15 @@ def test_adapter_forms_no_pairs(monkeypatch, is_causal):
     assert_close(call(q, k, v, mask, **arguments), expected)
 
 
+def test_the_op_itself_takes_the_pairs():
+    q, k, v = (t.requires_grad_() for t in make_qkv(4, 6))
+    mask = make()
+    results = [functional.attention(q, k, v, mask=m) for m in (mask, mask & True)]
+    assert torch.equal(*results)
+    grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in results]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_a_mask_of_other_rows_or_keys_is_dense():
     """The op then says whether it fits: one row is broadcast, anything else is an error."""
     q, k, v = make_qkv(4, 6)
@@ -263,8 +272,10 @@ def test_models_form_no_pairs(monkeypatch, name, cache):
 
 @pytest.mark.parametrize(("name", "dynamic"), [("llama", True), ("mistral", False)])
 @torch.no_grad()
-def test_compiled_models(name, dynamic):
+def test_compiled_models(monkeypatch, name, dynamic):
     """Dynamo reads the rule of a causal mask; that of a window it cannot, which is kept dense."""
+    if name == "llama":
+        monkeypatch.setattr(StructuredMask, "materialise", lambda _: pytest.fail("a dense mask"))
     eager, ours = pair(name)
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=dynamic)
