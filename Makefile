@@ -50,6 +50,7 @@ format: setup  ## rewrite the sources in the project's format
 
 report: setup  ## render the tables of README.md and docs from eval/results
 	$(BIN)/python -m eval report
+	$(BIN)/python -m hf_flash_backend --support > docs/support.md
 
 clean:  ## remove build outputs (not .venv, not .cache)
 	rm -rf build dist *.egg-info hf_flash_backend/libhf_flash_backend.so hf_flash_backend/build_info.json

@@ -16,7 +16,9 @@ DEVICES = {
     "NVIDIA sm_89 (L4, RTX 4090)": {**_CUDA, "sm": 89, "num_sms": 128, "smem_optin_bytes": 101376},
     "NVIDIA sm_90 (H100, H200)": {**_CUDA, "sm": 90, "num_sms": 132, "smem_optin_bytes": 232448},
 }
-HEADER = "| dtype | direction | head dims up to | features | kernel | remark |\n|---|---|---|---|---|---|\n"
+HEADER = (
+    "| dtype | direction | head dims | features | kernel | remark |\n|---|---|---|---|---|---|\n"
+)
 INTRODUCTION = """# What runs where
 
 Rendered by `python -m hf_flash_backend --support`, which asks the library's own plan; a test
@@ -33,31 +35,31 @@ def render() -> str:
 
 
 def _lines(facts: dict[str, int]) -> list[str]:
-    """Table lines of a device: features with one answer joined, head dims as ranges."""
+    """Table lines of a device: features, head dims and dtypes with one answer joined."""
+    answers: dict[tuple, dict[tuple, list[int]]] = {}  # (dtype, direction) -> answer -> head dims
     by_call: dict[tuple, dict[tuple, list[str]]] = {}
     for row in support.matrix(facts):
         group = by_call.setdefault((row["dtype"], row["direction"], row["head_dim"]), {})
         group.setdefault((row["kernel"], row["reason"]), []).append(row["feature"])
-    ranges: list[tuple] = []
     for (dtype, direction, head_dim), group in by_call.items():
         for (kernel, reason), features in group.items():
-            entry = (dtype, direction, tuple(features), kernel, reason)
-            same = [r for r in ranges if r[0] == entry]
-            if same:
-                same[0][1].append(head_dim)
-            else:
-                ranges.append((entry, [head_dim]))
-    lines = []
-    for (dtype, direction, features, kernel, reason), head_dims in ranges:
-        named = "all" if len(features) == len(support.FEATURES) else ", ".join(features)
-        limit = "any" if max(head_dims) == support.HEAD_DIMS[-1] and kernel != "none" else (
-            f"above {support.HEAD_DIMS[-2]}" if kernel == "none" and len(head_dims) == 1
-            else str(max(head_dims))
-        )  # fmt: skip
-        if kernel == "none" and len(head_dims) == len(support.HEAD_DIMS):
-            limit = "any"
-        lines.append(
-            f"| {ops.DTYPE_NAMES[dtype]} | {direction} | {limit} | {named} | "
-            f"{'–' if kernel == 'none' else kernel} | {reason} |\n"
-        )
-    return lines
+            answer = (tuple(features), kernel, reason.replace(ops.DTYPE_NAMES[dtype], "of q"))
+            of_call = answers.setdefault((dtype, direction), {})
+            of_call.setdefault(answer, []).append(head_dim)
+    lines: dict[str, list[str]] = {}
+    for (dtype, direction), of_call in answers.items():
+        for (features, kernel, reason), head_dims in of_call.items():
+            named = "all" if len(features) == len(support.FEATURES) else ", ".join(features)
+            line = (
+                f"{direction} | {_head_dims(head_dims)} | {named} | "
+                f"{'–' if kernel == 'none' else kernel} | {reason} |\n"
+            )
+            lines.setdefault(line, []).append(ops.DTYPE_NAMES[dtype])
+    return [f"| {', '.join(dtypes)} | {line}" for line, dtypes in lines.items()]
+
+
+def _head_dims(head_dims: list[int]) -> str:
+    if len(head_dims) == len(support.HEAD_DIMS):
+        return "any"
+    above = head_dims[0] > support.HEAD_DIMS[0]
+    return f"above {support.HEAD_DIMS[-2]}" if above else f"up to {head_dims[-1]}"
