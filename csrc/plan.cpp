@@ -23,6 +23,10 @@ int compiled_head_dim(int64_t head_dim) {
   HFB_HEAD_DIMS(HFB_PICK)
   return 0;
 }
+int compiled_head_dim_fp32(int64_t head_dim) {
+  HFB_FP32_HEAD_DIMS(HFB_PICK)
+  return 0;
+}
 int compiled_head_dim_sm90(int64_t head_dim) {
   HFB_SM90_HEAD_DIMS(HFB_PICK)
   return 0;
@@ -42,6 +46,10 @@ std::string why_not_sm90(bool is_forward, const ForwardParams& p, bool is_genera
          "runs";
 #endif
   if (!is_forward) return "backward has no sm_90 kernel yet; the generic sm_80 kernel runs";
+  if (p.dtype == DType::kFloat32) {
+    return "fp32 has no sm_90 kernel (wgmma multiplies no more than 19 bits); the generic sm_80 "
+           "kernel runs";
+  }
   if (is_general) {
     return "mask, bias, softcap, ALiBi, dropout and scale <= 0 have no sm_90 kernel yet; the "
            "generic "
@@ -191,20 +199,22 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
     return unsupported("the GPU has compute capability " + sm_text(device.sm) + ", expected " +
                        sm_text(kMinimumSm) + " or newer. Use attn_implementation=\"sdpa\".");
   }
-  if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) {
-    return unsupported(std::string("dtype ") + dtype_name(p.dtype) +
-                       " is not supported on CUDA: expected fp16 or bf16. Cast q, k, v or load the "
-                       "model in bf16.");
+  if (p.dtype == DType::kFloat64) {
+    return unsupported(
+        "dtype fp64 is not supported on CUDA: expected fp16, bf16 or fp32. Cast q, k and v.");
   }
+  const bool is_fp32 = p.dtype == DType::kFloat32;
+  const int terms = is_fp32 ? 3 : 1;
   const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
-  plan.compiled_head_dim = compiled_head_dim(head_dim);
+  plan.compiled_head_dim = is_fp32 ? compiled_head_dim_fp32(head_dim) : compiled_head_dim(head_dim);
   if (plan.compiled_head_dim == 0) {
     return unsupported("head_dim " + std::to_string(head_dim) +
                        " is not supported on CUDA: expected at most " +
                        std::to_string(kMaxHeadDimCuda) + ". Use attn_implementation=\"sdpa\".");
   }
   plan.is_general = p.mask.data != nullptr || p.bias.data != nullptr || p.softcap != 0.0 ||
-                    !(p.scale > 0.0) || p.alibi_slopes != nullptr || p.dropout.seed != nullptr;
+                    !(p.scale > 0.0) || p.alibi_slopes != nullptr || p.dropout.seed != nullptr ||
+                    is_fp32;
   plan.is_banded = p.band.left != kNoLimit || p.band.right != kNoLimit ||
                    p.row_start.data != nullptr || p.row_end.data != nullptr;
   static const char* const forced = std::getenv("HFB_KERNEL");
@@ -222,14 +232,20 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
     schedule_fwd_sm90(p, device, plan);
   } else if (is_forward) {
     plan.kernel = Kernel::kFwdSm80;
-    plan.tile = fwd_sm80_tile(plan.compiled_head_dim);
+    plan.tile = fwd_sm80_tile(plan.compiled_head_dim, terms);
     plan.num_blocks = count_tiles() * p.heads_q * p.batch;
   } else {
     plan.kernel = Kernel::kBwdSm80;
-    plan.tile = bwd_sm80_tile(plan.compiled_head_dim, false);
+    plan.tile = bwd_sm80_tile(plan.compiled_head_dim, false, terms);
     if (plan.tile.smem_bytes > device.smem_optin_bytes) {
       plan.is_small_smem = true;
-      plan.tile = bwd_sm80_tile(plan.compiled_head_dim, true);
+      plan.tile = bwd_sm80_tile(plan.compiled_head_dim, true, terms);
+    }
+    if (plan.tile.smem_bytes > device.smem_optin_bytes) {
+      return unsupported("the backward pass in fp32 at head_dim " + std::to_string(head_dim) +
+                         " needs " + std::to_string(plan.tile.smem_bytes) +
+                         " bytes of shared memory a block: this GPU offers " +
+                         std::to_string(device.smem_optin_bytes) + ". Use bf16.");
     }
     plan.num_blocks = (p.len_kv + plan.tile.block_n - 1) / plan.tile.block_n * p.heads_kv * p.batch;
     plan.workspace_bytes = backward_workspace(p, plan.tile, plan.compiled_head_dim).total_bytes;

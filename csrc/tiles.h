@@ -36,37 +36,25 @@ struct Tile {
   int smem_bytes;  // dynamic shared memory
 };
 
+// fp32 operands are three 16-bit terms (device/operand.cuh); compiled at these head dims only.
+#define HFB_FP32_HEAD_DIMS(X) X(64) X(128) X(256)
+constexpr bool has_fp32(int head_dim) {
+#define HFB_IS(D) head_dim == D ||
+  return HFB_FP32_HEAD_DIMS(HFB_IS) false;
+#undef HFB_IS
+}
+
 // fwd_sm80: Q + K + V, one stage each; 16 rows a warp. Four warps of 32 rows halve the reads of K
 // and V from shared memory but spill 80 to 260 bytes a thread at head dims 64 to 128 (nvcc 13.0).
 // Every tile stays below 99 KiB, the limit of sm_86, sm_89 and sm_120.
-constexpr Tile fwd_sm80_tile(int head_dim) {
-  const int block_m = head_dim <= 192 ? 128 : 64;
-  const int block_n = head_dim <= 64 ? 128 : 64;
+constexpr Tile fwd_sm80_tile(int head_dim, int terms) {
+  int block_m = head_dim <= 192 ? 128 : 64, block_n = head_dim <= 64 ? 128 : 64;
+  if (terms > 1) {
+    block_m = head_dim <= 128 ? 64 : 32;
+    block_n = head_dim <= 64 ? 64 : head_dim <= 128 ? 32 : 16;
+  }
   return {block_m, block_n, block_m / 16,
-          tile_bytes(block_m, head_dim) + 2 * tile_bytes(block_n, head_dim)};
-}
-
-// fwd_sm90: one producer warpgroup and block_m / 64 consumers of 64 rows; Q once, K and V in stages.
-// Three consumers at head dim 64, where S [64, 128] leaves registers for it; two above. 176 keys at
-// head dim 128 are the most that S, P and O in registers allow (196 of 240); banded calls take 128,
-// which waste less on the diagonal. At head dim 256 80 keys fill shared memory.
-constexpr Tile fwd_sm90_tile_of(int block_m, int block_n, int head_dim, int stages) {
-  constexpr int kSlotsAndBarriers = 1024;
-  return {block_m, block_n, 4 * (block_m / 64 + 1),
-          tile_bytes(block_m, head_dim) + 2 * stages * tile_bytes(block_n, head_dim) +
-              kSlotsAndBarriers};
-}
-// Two K and V stages overlap copies and products; where shared memory has room, a third is worth 5 %
-// (head dim 128, banded), and head dim 64, whose steps are short, takes one more when banded.
-constexpr int fwd_sm90_stages(int head_dim, bool is_banded) {
-  if (head_dim <= 64) return is_banded ? 4 : 3;
-  return head_dim <= 128 && is_banded ? 3 : 2;
-}
-constexpr Tile fwd_sm90_tile(int head_dim, bool is_banded) {
-  const int stages = fwd_sm90_stages(head_dim, is_banded);
-  if (head_dim <= 64) return fwd_sm90_tile_of(192, 128, head_dim, stages);
-  if (head_dim <= 128) return fwd_sm90_tile_of(128, is_banded ? 128 : 176, head_dim, stages);
-  return fwd_sm90_tile_of(128, 80, head_dim, stages);
+          terms * (tile_bytes(block_m, head_dim) + 2 * tile_bytes(block_n, head_dim))};
 }
 
 // How the warps of a block share a product [rows, cols]: a grid of warps, each 16 * row_blocks rows
@@ -85,36 +73,47 @@ HFB_HOST_DEVICE constexpr WarpGrid warp_grid(int rows, int cols, int num_warps) 
   return {narrow, num_warps / narrow, 1, cols * narrow / num_warps};
 }
 
-// bwd_sm80: K + V + 2 Q (1 above head dim 128) + dO + P + dS.
-constexpr int bwd_sm80_smem_bytes(int head_dim, int block_m, int block_n, int q_stages) {
-  return 2 * tile_bytes(block_n, head_dim) + (q_stages + 1) * tile_bytes(block_m, head_dim) +
-         2 * tile_bytes(block_m, block_n);
+// bwd_sm80: K + V + 2 Q (1 above head dim 128 and in fp32) + dO + P + dS.
+constexpr int bwd_sm80_q_stages(int head_dim, int terms) {
+  return head_dim <= 128 && terms == 1 ? 2 : 1;
 }
 
-constexpr int bwd_sm80_q_stages(int head_dim) { return head_dim <= 128 ? 2 : 1; }
-
-// small_smem: the variant for GPUs that offer 99 KiB a block.
-constexpr Tile bwd_sm80_tile(int head_dim, bool small_smem) {
+// small_smem: the variant for GPUs that offer 99 KiB a block; fp32 at 256 has none (it would need
+// 108 KiB even at 16 x 16).
+constexpr Tile bwd_sm80_tile(int head_dim, bool small_smem, int terms) {
   int block_m = 64, block_n = head_dim <= 128 ? 128 : 64, num_warps = 8;
   if (small_smem && head_dim > 64) {
     block_m = head_dim <= 128 ? 64 : 32;
     block_n = head_dim <= 192 ? 64 : 32;
     num_warps = head_dim <= 192 ? 8 : 4;
   }
-  return {block_m, block_n, num_warps,
-          bwd_sm80_smem_bytes(head_dim, block_m, block_n, bwd_sm80_q_stages(head_dim))};
+  if (terms > 1) {
+    block_m = head_dim <= 64 && !small_smem ? 64 : 32;
+    block_n = head_dim <= 128 ? 64 : 32;
+    num_warps = head_dim <= 128 && !small_smem ? 8 : 4;
+    if (small_smem && head_dim == 128) block_m = 16, block_n = 32, num_warps = 2;
+  }
+  const int smem_bytes = 2 * tile_bytes(block_n, head_dim) +
+                         (bwd_sm80_q_stages(head_dim, terms) + 1) * tile_bytes(block_m, head_dim) +
+                         2 * tile_bytes(block_m, block_n);
+  return {block_m, block_n, num_warps, terms * smem_bytes};
 }
 
 // bwd_dq_sm80: Q + dO + K + V, one stage each; 16 rows a warp. 64 keys above head dim 128 spill 150
 // to 240 bytes a thread. Below 99 KiB at every head dim, so it needs no second variant.
-constexpr Tile bwd_dq_sm80_tile(int head_dim) {
-  const int block_m = head_dim <= 128 ? 128 : 64, block_n = head_dim <= 128 ? 64 : 32;
+constexpr Tile bwd_dq_sm80_tile(int head_dim, int terms) {
+  int block_m = head_dim <= 128 ? 128 : 64, block_n = head_dim <= 128 ? 64 : 32;
+  if (terms > 1) {
+    block_m = head_dim <= 64 ? 64 : head_dim <= 128 ? 32 : 16;
+    block_n = head_dim <= 128 ? 32 : 16;
+  }
   return {block_m, block_n, block_m / 16,
-          2 * tile_bytes(block_m, head_dim) + 2 * tile_bytes(block_n, head_dim)};
+          terms * (2 * tile_bytes(block_m, head_dim) + 2 * tile_bytes(block_n, head_dim))};
 }
 
 // bwd_dbias_sm80: Q + dO + K + V; likewise below 99 KiB.
-constexpr Tile bwd_dbias_sm80_tile(int head_dim) {
+constexpr Tile bwd_dbias_sm80_tile(int head_dim, int terms) {
+  if (terms > 1) return bwd_dq_sm80_tile(head_dim, terms);
   const int block_m = 64, block_n = head_dim <= 192 ? 64 : 32;
   return {block_m, block_n, block_m / 16,
           2 * tile_bytes(block_m, head_dim) + 2 * tile_bytes(block_n, head_dim)};

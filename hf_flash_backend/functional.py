@@ -45,8 +45,8 @@ def attention(
                          x x
 
     Args:
-        q: [B, Hq, Lq, D]. k: [B, Hkv, Lk, D]. v: [B, Hkv, Lk, Dv]. One dtype (fp32 and fp64 on the
-            CPU only), one device, Hq a multiple of Hkv (grouped heads are never expanded), D and Dv
+        q: [B, Hq, Lq, D]. k: [B, Hkv, Lk, D]. v: [B, Hkv, Lk, Dv]. One dtype (fp64 on the CPU
+            only), one device, Hq a multiple of Hkv (grouped heads are never expanded), D and Dv
             multiples of 8, at most 256 on CUDA.
         scale: default 1 / sqrt(D).
         is_causal: row i sees keys j <= i + Lk - Lq.

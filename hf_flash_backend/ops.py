@@ -110,8 +110,8 @@ def forward(
     """One call of the op, after refusing what is valid but not implemented.
 
     Args:
-        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D]; v: [B, Hkv, Lk, Dv]. fp16, bf16, fp32 or fp64 (CUDA:
-            fp16, bf16), one dtype and device, D and Dv multiples of 8, Hq a multiple of Hkv, any
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D]; v: [B, Hkv, Lk, Dv]. fp16, bf16, fp32 or fp64 (not on
+            CUDA), one dtype and device, D and Dv multiples of 8, Hq a multiple of Hkv, any
             strides.
         scale: multiplies q k^T.
         mask: bool [1|B, 1|Hq, 1|Lq, Lk], true = visible.

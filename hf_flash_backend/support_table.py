@@ -43,7 +43,7 @@ def _lines(facts: dict[str, int]) -> list[str]:
         group.setdefault((row["kernel"], row["reason"]), []).append(row["feature"])
     for (dtype, direction, head_dim), group in by_call.items():
         for (kernel, reason), features in group.items():
-            answer = (tuple(features), kernel, reason.replace(ops.DTYPE_NAMES[dtype], "of q"))
+            answer = (tuple(features), kernel, reason)
             of_call = answers.setdefault((dtype, direction), {})
             of_call.setdefault(answer, []).append(head_dim)
     lines: dict[str, list[str]] = {}

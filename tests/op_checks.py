@@ -36,7 +36,7 @@ def check_case(case: Case, device: str) -> None:
     ours, lse, grads = run(attention, x.q, x.k, x.v, **options)
     truth, truth_lse, truth_grads = run(attention_fp64, x.q.double(), x.k.double(), x.v.double())
     eager, _, eager_grads = run(attention_eager, x.q, x.k, x.v)
-    assert ours.transpose(1, 2).is_contiguous()
+    assert is_dense(ours)
     noise = noise_of(x, truth, truth_lse)
     assert_accurate(ours, truth, eager, "out", noise["out"])
     scale = abs(x.arguments.get("scale") or case.D**-0.5)
@@ -49,6 +49,11 @@ def check_case(case: Case, device: str) -> None:
         ("dq", "dk", "dv", *learned), grads, truth_grads, eager_grads, strict=True
     ):
         assert_accurate(got, want.double(), normal, name, noise[name])
+
+
+def is_dense(out: torch.Tensor) -> bool:
+    """Whether out [B, Hq, Lq, Dv] lies in memory as models want it, (B, Lq, Hq, Dv)."""
+    return out.transpose(1, 2).is_contiguous()
 
 
 def noise_of(

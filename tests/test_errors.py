@@ -164,9 +164,9 @@ UNUSABLE = {
         dict(device=dict(H200, runtime_version=0)),
         "this build has no CUDA kernels",
     ),
-    "fp32": (
-        dict(device=H200, dtype=torch.float32),
-        "dtype fp32 is not supported on CUDA: expected fp16 or bf16.",
+    "fp64": (
+        dict(device=H200, dtype=torch.float64),
+        "dtype fp64 is not supported on CUDA: expected fp16, bf16 or fp32.",
     ),
     "head_dim 512": (dict(device=H200, head_dim=512), "head_dim 512 is not supported on CUDA"),
     "head_dim 7": (dict(head_dim=7), "head_dim: got 7, expected a positive multiple of 8"),

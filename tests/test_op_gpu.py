@@ -5,18 +5,20 @@ import os
 import subprocess
 import sys
 
+import op_checks
 import pytest
 import torch
 from cases import Case, edge, grid, smoke
 from op_checks import HIDDEN_NAN_KINDS, check_case, check_hidden_nan, check_unseen_rows
 
 from hf_flash_backend import attention, support, trace
-from hf_flash_backend.reference import attention_fp64
+from hf_flash_backend.reference import attention_eager, attention_fp64
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = ("bf16", "fp16")
 CASES = list(dict.fromkeys(smoke(DTYPES) + grid(DTYPES, 168) + edge(DTYPES)))
+CASES += list(dict.fromkeys(smoke(("fp32",)) + grid(("fp32",), 84) + edge(("fp32",))))
 LONG = [
     Case(dtype=dtype, B=1, Hq=4, Hkv=2, Lq=Lq, Lk=Lk, D=D, Dv=D, kind=kind)
     for dtype, D in (("bf16", 64), ("fp16", 128), ("bf16", 256))
@@ -30,13 +32,30 @@ def test_accuracy(case):
     check_case(case, "cuda")
 
 
+def test_fp32_is_not_tf32(monkeypatch):
+    """The same check fails for torch's own formula once its products are rounded to TF32."""
+    case = Case(dtype="fp32", Lq=130, Lk=257, D=128, Dv=128)
+    check_case(case, "cuda")
+
+    def rounded(q, k, v, return_lse, deterministic, **arguments):
+        torch.backends.cuda.matmul.allow_tf32 = q.dtype == torch.float32
+        out, lse = attention_eager(q, k, v, **arguments)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return out, lse
+
+    monkeypatch.setattr(op_checks, "attention", rounded)
+    monkeypatch.setattr(op_checks, "is_dense", lambda out: True)
+    with pytest.raises(AssertionError, match="out: m.* error .*, allowed"):
+        check_case(case, "cuda")
+
+
 @pytest.mark.parametrize("kind", HIDDEN_NAN_KINDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_nan_in_hidden_keys(dtype, kind):
     check_hidden_nan("cuda", dtype, kind)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_rows_that_see_no_key(dtype):
     check_unseen_rows("cuda", dtype)
 
@@ -173,8 +192,8 @@ def test_generic_kernels_can_be_forced():
 
 
 def test_what_the_device_cannot_do_is_refused_by_name():
-    q = torch.randn(1, 1, 8, 64, device="cuda")
-    with pytest.raises(NotImplementedError, match="dtype fp32 is not supported on CUDA"):
+    q = torch.randn(1, 1, 8, 64, device="cuda", dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="dtype fp64 is not supported on CUDA"):
         attention(q, q, q)
     q = torch.randn(1, 1, 8, 264, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="head_dim 264 is not supported on CUDA"):

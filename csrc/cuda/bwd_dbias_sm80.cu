@@ -7,7 +7,7 @@ namespace {
 
 template <typename T>
 cudaError_t launch(const BackwardParams& params, const Plan& plan, cudaStream_t stream) {
-  constexpr Tile kTile = bwd_dbias_sm80_tile(HFB_HEAD_DIM);
+  constexpr Tile kTile = BwdDbiasSm80<T, HFB_HEAD_DIM>::kTile;
   auto* kernel = bwd_dbias_sm80_kernel<T, HFB_HEAD_DIM>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTile.smem_bytes);
@@ -26,6 +26,9 @@ template <>
 int launch_bwd_dbias_sm80<HFB_HEAD_DIM>(const BackwardParams& params, const Plan& plan,
                                         void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
+  if constexpr (has_fp32(HFB_HEAD_DIM)) {
+    if (params.dtype == DType::kFloat32) return launch<float>(params, plan, s);
+  }
   return params.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(params, plan, s)
                                           : launch<__half>(params, plan, s);
 }

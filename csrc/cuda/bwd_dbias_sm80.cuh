@@ -22,21 +22,24 @@
 
 namespace hfb {
 
-template <int kHeadDim>
+template <typename T, int kHeadDim>
 struct BwdDbiasSm80 {
-  static constexpr Tile kTile = bwd_dbias_sm80_tile(kHeadDim);
+  static constexpr int kTerms = Operand<T>::kTerms;
+  static constexpr Tile kTile = bwd_dbias_sm80_tile(kHeadDim, kTerms);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.num_warps, kThreads = kWarps * 32;
-  static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim),
-                       kKvBytes = tile_bytes(kBlockN, kHeadDim);
+  static constexpr int kQBytes = kTerms * tile_bytes(kBlockM, kHeadDim),
+                       kKvBytes = kTerms * tile_bytes(kBlockN, kHeadDim);
 };
 
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(BwdDbiasSm80<kHeadDim>::kThreads, 1)
+__global__ void __launch_bounds__(BwdDbiasSm80<T, kHeadDim>::kThreads, 1)
     bwd_dbias_sm80_kernel(const __grid_constant__ BackwardParams p, const BackwardBuffers buffers) {
-  using Config = BwdDbiasSm80<kHeadDim>;
+  using Config = BwdDbiasSm80<T, kHeadDim>;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarps = Config::kWarps;
   constexpr int kThreads = Config::kThreads;
+  constexpr uint32_t kQTerm = kTermBytes<kBlockM, kHeadDim>,
+                     kKvTerm = kTermBytes<kBlockN, kHeadDim>;
   extern __shared__ __align__(128) char smem[];
   char* const s_do_bytes = smem + Config::kQBytes;
   char* const s_k_bytes = s_do_bytes + Config::kQBytes;
@@ -84,10 +87,10 @@ __global__ void __launch_bounds__(BwdDbiasSm80<kHeadDim>::kThreads, 1)
     float scores[1][kBlockN / 2] = {}, dp[1][kBlockN / 2] = {};
     multiply<T, kHeadDim>(  // S = Q K^T
         scores, [&](int kk, int) { return a_address<kBlockM>(s_q, warp_row, kk, lane); },
-        [&](int kk, int col) { return b_address<kBlockN>(s_k, col, kk, lane); });
+        [&](int kk, int col) { return b_address<kBlockN>(s_k, col, kk, lane); }, kQTerm, kKvTerm);
     multiply<T, kHeadDim>(  // dP = dO V^T
         dp, [&](int kk, int) { return a_address<kBlockM>(s_do, warp_row, kk, lane); },
-        [&](int kk, int col) { return b_address<kBlockN>(s_v, col, kk, lane); });
+        [&](int kk, int col) { return b_address<kBlockN>(s_v, col, kk, lane); }, kQTerm, kKvTerm);
     __syncthreads();  // barrier 2
 
     uint32_t kept[kBlockN / 16];

@@ -7,7 +7,7 @@ namespace {
 
 template <typename T, bool kGeneral>
 cudaError_t launch(const BackwardParams& params, const Plan& plan, cudaStream_t stream) {
-  constexpr Tile kTile = bwd_dq_sm80_tile(HFB_HEAD_DIM);
+  constexpr Tile kTile = BwdDqSm80<T, HFB_HEAD_DIM>::kTile;
   auto* kernel = bwd_dq_sm80_kernel<T, HFB_HEAD_DIM, kGeneral>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTile.smem_bytes);
@@ -24,6 +24,9 @@ cudaError_t launch(const BackwardParams& params, const Plan& plan, cudaStream_t 
 template <>
 int launch_bwd_dq_sm80<HFB_HEAD_DIM>(const BackwardParams& params, const Plan& plan, void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
+  if constexpr (has_fp32(HFB_HEAD_DIM)) {
+    if (params.dtype == DType::kFloat32) return launch<float, true>(params, plan, s);
+  }
   if (params.dtype == DType::kBFloat16) {
     return plan.is_general ? launch<__nv_bfloat16, true>(params, plan, s)
                            : launch<__nv_bfloat16, false>(params, plan, s);

@@ -29,20 +29,23 @@
 
 namespace hfb {
 
-template <int kHeadDim>
+template <typename T, int kHeadDim>
 struct BwdDqSm80 {
-  static constexpr Tile kTile = bwd_dq_sm80_tile(kHeadDim);
+  static constexpr int kTerms = Operand<T>::kTerms;
+  static constexpr Tile kTile = bwd_dq_sm80_tile(kHeadDim, kTerms);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.num_warps, kThreads = kWarps * 32;
-  static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim),
-                       kKvBytes = tile_bytes(kBlockN, kHeadDim);
+  static constexpr int kQBytes = kTerms * tile_bytes(kBlockM, kHeadDim),
+                       kKvBytes = kTerms * tile_bytes(kBlockN, kHeadDim);
 };
 
 template <typename T, int kHeadDim, bool kGeneral>
-__global__ void __launch_bounds__(BwdDqSm80<kHeadDim>::kThreads, 1)
+__global__ void __launch_bounds__(BwdDqSm80<T, kHeadDim>::kThreads, 1)
     bwd_dq_sm80_kernel(const __grid_constant__ BackwardParams p, const BackwardBuffers buffers) {
-  using Config = BwdDqSm80<kHeadDim>;
+  using Config = BwdDqSm80<T, kHeadDim>;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
+  constexpr uint32_t kQTerm = kTermBytes<kBlockM, kHeadDim>,
+                     kKvTerm = kTermBytes<kBlockN, kHeadDim>;
   extern __shared__ __align__(128) char smem[];
   char* const s_do_bytes = smem + Config::kQBytes;
   char* const s_k_bytes = s_do_bytes + Config::kQBytes;
@@ -80,18 +83,9 @@ __global__ void __launch_bounds__(BwdDqSm80<kHeadDim>::kThreads, 1)
   cp_async_commit();
   cp_async_wait<0>();
   // A row that sees no key has lse = +inf here; what it holds must not make its dQ NaN.
-  auto clear_unseen = [&](char* s_tile) {
-    using Map = ChunkMap<kBlockM, kHeadDim, kThreads>;
-#pragma unroll
-    for (int i = 0; i < Map::kPerThread; ++i) {
-      const int row = Map::row(i);
-      if (row_begin + row < len_q && g_lse[row] != INFINITY) continue;
-      *reinterpret_cast<uint4*>(s_tile + tile_offset<kBlockM>(row, Map::col(i))) =
-          make_uint4(0, 0, 0, 0);
-    }
-  };
-  clear_unseen(smem);
-  clear_unseen(s_do_bytes);
+  auto sees_nothing = [&](int row) { return row_begin + row >= len_q || g_lse[row] == INFINITY; };
+  zero_rows<T, kBlockM, kHeadDim, kThreads>(smem, sees_nothing);
+  zero_rows<T, kBlockM, kHeadDim, kThreads>(s_do_bytes, sees_nothing);
 
   float dq[1][kHeadDim / 2] = {};
   float alibi_grad[2] = {};
@@ -104,18 +98,18 @@ __global__ void __launch_bounds__(BwdDqSm80<kHeadDim>::kThreads, 1)
     cp_async_commit();
     cp_async_wait<0>();
     if (is_masked) {  // rows that see a NaN key are NaN through lse and delta
-      clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(s_k_bytes, [](int) { return false; });
-      clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(s_v_bytes, [](int) { return false; });
+      clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(s_k_bytes);
+      clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(s_v_bytes);
     }
     __syncthreads();  // barrier 1
 
     float scores[1][kBlockN / 2] = {}, dp[1][kBlockN / 2] = {};
     multiply<T, kHeadDim>(  // S = Q K^T
         scores, [&](int kk, int) { return a_address<kBlockM>(s_q, warp_row, kk, lane); },
-        [&](int kk, int col) { return b_address<kBlockN>(s_k, col, kk, lane); });
+        [&](int kk, int col) { return b_address<kBlockN>(s_k, col, kk, lane); }, kQTerm, kKvTerm);
     multiply<T, kHeadDim>(  // dP = dO V^T
         dp, [&](int kk, int) { return a_address<kBlockM>(s_do, warp_row, kk, lane); },
-        [&](int kk, int col) { return b_address<kBlockN>(s_v, col, kk, lane); });
+        [&](int kk, int col) { return b_address<kBlockN>(s_v, col, kk, lane); }, kQTerm, kKvTerm);
     __syncthreads();  // barrier 2
     if (n > span.first) {
       load_keys(s_v, p.v, n - 1, head_dim_v);
@@ -150,16 +144,11 @@ __global__ void __launch_bounds__(BwdDqSm80<kHeadDim>::kThreads, 1)
 
 #pragma unroll
     for (int kk = 0; kk < kBlockN / 16; ++kk) {  // dQ += dS K
-      uint32_t a[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = pack2<T>(dp[0][8 * kk + 2 * i], dp[0][8 * kk + 2 * i + 1]);
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 16; ++j) {
-        uint32_t b[4];
-        ldmatrix_x4_trans(b, b_trans_address<kBlockN>(s_k, 16 * kk, 16 * j, lane));
-        mma_16x8x16<T>(&dq[0][8 * j], a, b[0], b[1]);
-        mma_16x8x16<T>(&dq[0][8 * j + 4], a, b[2], b[3]);
-      }
+      uint32_t a[Config::kTerms][4];
+      pack_operand<T>(&dp[0][8 * kk], a);
+      multiply_block<T>(
+          dq[0], a, [&](int col) { return b_trans_address<kBlockN>(s_k, 16 * kk, col, lane); },
+          kKvTerm);
     }
     __syncthreads();  // barrier 3
   }
@@ -175,11 +164,16 @@ __global__ void __launch_bounds__(BwdDqSm80<kHeadDim>::kThreads, 1)
   }
   __syncthreads();
   const float scale = static_cast<float>(p.scale);
-  store_accumulator<T, kBlockM>(smem, dq[0], warp_row, 0, lane, scale, scale);
-  __syncthreads();
   T* g_dq = static_cast<T*>(p.dq.data) + batch * p.dq.stride_batch + head * p.dq.stride_head;
-  store_tile<T, kBlockM, kHeadDim, kThreads>(smem, g_dq, p.dq.stride_row, row_begin, len_q,
-                                             head_dim);
+  if constexpr (Config::kTerms == 1) {
+    store_accumulator<T, kBlockM>(smem, dq[0], warp_row, 0, lane, scale, scale);
+    __syncthreads();
+    store_tile<T, kBlockM, kHeadDim, kThreads>(smem, g_dq, p.dq.stride_row, row_begin, len_q,
+                                               head_dim);
+  } else {
+    store_accumulator_rows(g_dq, p.dq.stride_row, dq[0], row_begin + warp_row, len_q, 0, head_dim,
+                           lane, scale, scale);
+  }
 }
 
 }  // namespace hfb

@@ -23,6 +23,8 @@ __global__ void __launch_bounds__(kThreads)
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float scale = static_cast<float>(p.scale);
+  const int len_q = static_cast<int>(p.len_q), head_dim = static_cast<int>(p.head_dim);
+  T* g_dq = static_cast<T*>(p.dq.data) + batch * p.dq.stride_batch + head * p.dq.stride_head;
 #pragma unroll
   for (int mb = 0; mb < kDq.row_blocks; ++mb) {
     float dq[kDq.cols / 2];
@@ -32,13 +34,19 @@ __global__ void __launch_bounds__(kThreads)
       dq[4 * j] = x.x, dq[4 * j + 1] = x.y, dq[4 * j + 2] = x.z, dq[4 * j + 3] = x.w;
     }
     const int row = warp % kDq.warps_m * (16 * kDq.row_blocks) + 16 * mb;
-    store_accumulator<T, kBlockM>(smem, dq, row, warp / kDq.warps_m * kDq.cols, lane, scale, scale);
+    const int col = warp / kDq.warps_m * kDq.cols;
+    if constexpr (Operand<T>::kTerms == 1) {
+      store_accumulator<T, kBlockM>(smem, dq, row, col, lane, scale, scale);
+    } else {
+      store_accumulator_rows(g_dq, p.dq.stride_row, dq, m * kBlockM + row, len_q, col, head_dim,
+                             lane, scale, scale);
+    }
   }
-  __syncthreads();
-  T* g_dq = static_cast<T*>(p.dq.data) + batch * p.dq.stride_batch + head * p.dq.stride_head;
-  store_tile<T, kBlockM, kHeadDim, kThreads>(smem, g_dq, p.dq.stride_row, m * kBlockM,
-                                             static_cast<int>(p.len_q),
-                                             static_cast<int>(p.head_dim));
+  if constexpr (Operand<T>::kTerms == 1) {
+    __syncthreads();
+    store_tile<T, kBlockM, kHeadDim, kThreads>(smem, g_dq, p.dq.stride_row, m * kBlockM, len_q,
+                                               head_dim);
+  }
 }
 
 }  // namespace hfb

@@ -71,14 +71,15 @@ __global__ void __launch_bounds__(kThreads)
       const float natural = static_cast<const float*>(p.lse)[batch_head * p.len_q + row];
       if (natural != -INFINITY) {
         lse = natural * lse_factor;
-        for (int col = lane * 8; col < head_dim_v; col += kLanesPerRow * 8) {
+        constexpr int kPerLane = 16 / sizeof(T);
+        for (int col = lane * kPerLane; col < head_dim_v; col += kLanesPerRow * kPerLane) {
           const uint4 out = *reinterpret_cast<const uint4*>(g_out + row * p.out.stride_row + col);
           const uint4 dout =
               *reinterpret_cast<const uint4*>(g_dout + row * p.dout.stride_row + col);
           const T* o = reinterpret_cast<const T*>(&out);
           const T* d = reinterpret_cast<const T*>(&dout);
 #pragma unroll
-          for (int e = 0; e < 8; ++e) delta += to_float(o[e]) * to_float(d[e]);
+          for (int e = 0; e < kPerLane; ++e) delta += to_float(o[e]) * to_float(d[e]);
         }
       }
     }

@@ -48,16 +48,21 @@ cudaError_t launch(const BackwardParams& params, const Plan& plan, cudaStream_t 
 
 template <typename T>
 cudaError_t launch_dtype(const BackwardParams& params, const Plan& plan, cudaStream_t stream) {
-  constexpr bool kHasSmallVariant =
-      BwdSm80<T, HFB_HEAD_DIM, true>::kBlockN != BwdSm80<T, HFB_HEAD_DIM, false>::kBlockN;
-  if constexpr (kHasSmallVariant) {
-    if (plan.is_small_smem) {
-      return plan.is_general ? launch<T, true, true>(params, plan, stream)
-                             : launch<T, false, true>(params, plan, stream);
+  constexpr bool kHasSmallVariant = BwdSm80<T, HFB_HEAD_DIM, true>::kTile.smem_bytes !=
+                                    BwdSm80<T, HFB_HEAD_DIM, false>::kTile.smem_bytes;
+  constexpr bool kHasPlainVariant = Operand<T>::kTerms == 1;  // fp32 is general always
+  if constexpr (kHasPlainVariant) {
+    if (!plan.is_general) {
+      if constexpr (kHasSmallVariant) {
+        if (plan.is_small_smem) return launch<T, false, true>(params, plan, stream);
+      }
+      return launch<T, false, false>(params, plan, stream);
     }
   }
-  return plan.is_general ? launch<T, true, false>(params, plan, stream)
-                         : launch<T, false, false>(params, plan, stream);
+  if constexpr (kHasSmallVariant) {
+    if (plan.is_small_smem) return launch<T, true, true>(params, plan, stream);
+  }
+  return launch<T, true, false>(params, plan, stream);
 }
 
 }  // namespace
@@ -65,6 +70,9 @@ cudaError_t launch_dtype(const BackwardParams& params, const Plan& plan, cudaStr
 template <>
 int launch_bwd_sm80<HFB_HEAD_DIM>(const BackwardParams& params, const Plan& plan, void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
+  if constexpr (has_fp32(HFB_HEAD_DIM)) {
+    if (params.dtype == DType::kFloat32) return launch_dtype<float>(params, plan, s);
+  }
   return params.dtype == DType::kBFloat16 ? launch_dtype<__nv_bfloat16>(params, plan, s)
                                           : launch_dtype<__half>(params, plan, s);
 }

@@ -1,4 +1,4 @@
-// Backward attention for sm_80 and newer, fp16 and bf16.     FA2, arXiv:2307.08691, Alg. 2.
+// Backward attention for sm_80 and newer, fp16, bf16 and fp32.     FA2, arXiv:2307.08691, Alg. 2.
 //
 //   P = exp(S - lse)    dP = dO V^T    dS = P * (dP - delta)
 //   dV += P^T dO        dK += scale * dS^T Q        dQ += scale * dS K
@@ -15,7 +15,8 @@
 //               bwd_dq_sm80 computes dQ, by rows
 //   shared    = K + V [kBlockN, D] + kQStages Q + dO [kBlockM, D] + P + dS [kBlockM, kBlockN];
 //               tiles.h: 88 KiB at D = 64, 144 KiB at 96, 128 and 256, 112 KiB at 192; a smaller
-//               tile on GPUs that offer only 99 KiB
+//               tile on GPUs that offer only 99 KiB. fp32 tiles have three terms (operand.cuh):
+//               144 KiB at 64, 168 KiB at 128, 216 KiB at 256
 //   rounding  = S, dP, dS and all sums fp32; P and dS rounded to the input dtype before a product
 //
 //   barrier (all threads)   after                   publishes         frees
@@ -35,15 +36,16 @@ namespace hfb {
 
 template <typename T, int kHeadDim, bool kSmallSmem>
 struct BwdSm80 {
-  static constexpr Tile kTile = bwd_sm80_tile(kHeadDim, kSmallSmem);
+  static constexpr int kTerms = Operand<T>::kTerms;
+  static constexpr Tile kTile = bwd_sm80_tile(kHeadDim, kSmallSmem, kTerms);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.num_warps;
-  static constexpr int kThreads = kWarps * 32, kQStages = bwd_sm80_q_stages(kHeadDim);
+  static constexpr int kThreads = kWarps * 32, kQStages = bwd_sm80_q_stages(kHeadDim, kTerms);
   static constexpr WarpGrid kS = warp_grid(kBlockM, kBlockN, kWarps);
   static constexpr WarpGrid kDkv = warp_grid(kBlockN, kHeadDim, kWarps);
   static constexpr WarpGrid kDq = warp_grid(kBlockM, kHeadDim, kWarps);
-  static constexpr int kKvBytes = tile_bytes(kBlockN, kHeadDim),
-                       kQBytes = tile_bytes(kBlockM, kHeadDim);
-  static constexpr int kPBytes = tile_bytes(kBlockM, kBlockN);
+  static constexpr int kKvBytes = kTerms * tile_bytes(kBlockN, kHeadDim),
+                       kQBytes = kTerms * tile_bytes(kBlockM, kHeadDim);
+  static constexpr int kPBytes = kTerms * tile_bytes(kBlockM, kBlockN);
   static_assert(kS.cols % 16 == 0 && kDkv.cols % 16 == 0 && kDq.cols % 16 == 0);
 };
 
@@ -53,6 +55,8 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
   using Config = BwdSm80<T, kHeadDim, kSmallSmem>;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
   constexpr int kQStages = Config::kQStages;
+  constexpr uint32_t kQTerm = kTermBytes<kBlockM, kHeadDim>,
+                     kKvTerm = kTermBytes<kBlockN, kHeadDim>, kPTerm = kTermBytes<kBlockM, kBlockN>;
   constexpr WarpGrid kS = Config::kS, kDkv = Config::kDkv, kDq = Config::kDq;
   extern __shared__ __align__(128) char smem[];
   char* const s_v_bytes = smem + Config::kKvBytes;
@@ -135,8 +139,8 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
   cp_async_wait<0>();
   // A key hidden from some row must not reach it as 0 * NaN. Rows that see a NaN key are NaN
   // through lse and delta.
-  clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(smem, [](int) { return false; });
-  clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(s_v_bytes, [](int) { return false; });
+  clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(smem);
+  clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(s_v_bytes);
 
 #pragma unroll 1
   while (at.g < group) {
@@ -152,14 +156,9 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
     if (is_masked) {
       // A row that sees no key has lse = +inf here; whatever it holds stays out of dK and dV.
       auto sees_nothing = [&](int row) { return g_lse[row] == INFINITY; };
-      clear_nonfinite<T, kBlockM, kHeadDim, kThreads>(s_q_now, sees_nothing);
-      using Map = ChunkMap<kBlockM, kHeadDim, kThreads>;
-#pragma unroll
-      for (int i = 0; i < Map::kPerThread; ++i) {
-        if (!sees_nothing(Map::row(i))) continue;
-        *reinterpret_cast<uint4*>(s_do_bytes + tile_offset<kBlockM>(Map::row(i), Map::col(i))) =
-            make_uint4(0, 0, 0, 0);
-      }
+      zero_rows<T, kBlockM, kHeadDim, kThreads>(s_q_now, sees_nothing);
+      zero_rows<T, kBlockM, kHeadDim, kThreads>(s_do_bytes, sees_nothing);
+      clear_nonfinite<T, kBlockM, kHeadDim, kThreads>(s_q_now);  // such a row has lse = NaN
     }
     __syncthreads();  // barrier 1
     const Position next = next_visited({at.g, at.m + 1});
@@ -171,10 +170,12 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
     float scores[kS.row_blocks][kS.cols / 2] = {}, dp[kS.row_blocks][kS.cols / 2] = {};
     multiply<T, kHeadDim>(  // S = Q K^T
         scores, [&](int kk, int mb) { return a_address<kBlockM>(s_q, s_row + 16 * mb, kk, lane); },
-        [&](int kk, int col) { return b_address<kBlockN>(s_k, s_col + col, kk, lane); });
+        [&](int kk, int col) { return b_address<kBlockN>(s_k, s_col + col, kk, lane); }, kQTerm,
+        kKvTerm);
     multiply<T, kHeadDim>(  // dP = dO V^T
         dp, [&](int kk, int mb) { return a_address<kBlockM>(s_do, s_row + 16 * mb, kk, lane); },
-        [&](int kk, int col) { return b_address<kBlockN>(s_v, s_col + col, kk, lane); });
+        [&](int kk, int col) { return b_address<kBlockN>(s_v, s_col + col, kk, lane); }, kQTerm,
+        kKvTerm);
 
 #pragma unroll
     for (int mb = 0; mb < kS.row_blocks; ++mb) {
@@ -203,20 +204,24 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
           }
         }
       }
-      store_accumulator<T, kBlockM>(s_p_bytes, scores[mb], s_row + 16 * mb, s_col, lane, 1.f, 1.f);
-      store_accumulator<T, kBlockM>(s_ds_bytes, dp[mb], s_row + 16 * mb, s_col, lane, 1.f, 1.f);
+      store_accumulator<T, kBlockM>(s_p_bytes, scores[mb], s_row + 16 * mb, s_col, lane, 1.f, 1.f,
+                                    kPTerm);
+      store_accumulator<T, kBlockM>(s_ds_bytes, dp[mb], s_row + 16 * mb, s_col, lane, 1.f, 1.f,
+                                    kPTerm);
     }
     __syncthreads();  // barrier 2
 
     multiply<T, kBlockM, kTransA | kTransB>(  // dV += P^T dO
         dv,
         [&](int kk, int mb) { return a_trans_address<kBlockM>(s_p, kk, kv_row + 16 * mb, lane); },
-        [&](int kk, int col) { return b_trans_address<kBlockM>(s_do, kk, kv_col + col, lane); });
+        [&](int kk, int col) { return b_trans_address<kBlockM>(s_do, kk, kv_col + col, lane); },
+        kPTerm, kQTerm);
     if (buffers.dq_accumulator != nullptr) {
       float dq[kDq.row_blocks][kDq.cols / 2] = {};
       multiply<T, kBlockN, kTransB>(  // dQ = dS K
           dq, [&](int kk, int mb) { return a_address<kBlockM>(s_ds, dq_row + 16 * mb, kk, lane); },
-          [&](int kk, int col) { return b_trans_address<kBlockN>(s_k, kk, dq_col + col, lane); });
+          [&](int kk, int col) { return b_trans_address<kBlockN>(s_k, kk, dq_col + col, lane); },
+          kPTerm, kKvTerm);
       float* accumulator = buffers.dq_accumulator +
                            (batch_head * num_m + at.m) * (kBlockM * kHeadDim) + threadIdx.x * 4;
 #pragma unroll
@@ -237,7 +242,8 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
     multiply<T, kBlockM, kTransA | kTransB>(  // dK += dS^T Q
         dk,
         [&](int kk, int mb) { return a_trans_address<kBlockM>(s_ds, kk, kv_row + 16 * mb, lane); },
-        [&](int kk, int col) { return b_trans_address<kBlockM>(s_q, kk, kv_col + col, lane); });
+        [&](int kk, int col) { return b_trans_address<kBlockM>(s_q, kk, kv_col + col, lane); },
+        kPTerm, kQTerm);
     if (kQStages == 2) {
       stage ^= 1;
     } else if (next.g < group) {
@@ -248,23 +254,32 @@ __global__ void __launch_bounds__(BwdSm80<T, kHeadDim, kSmallSmem>::kThreads, 1)
     at = next;
   }
 
-  // dK and dV leave through the K and V tiles.
+  // dK and dV leave through the K and V tiles, fp32 from the registers.
   cp_async_wait<0>();
-  __syncthreads();
-#pragma unroll
-  for (int mb = 0; mb < kDkv.row_blocks; ++mb) {
-    const int row = kv_row + 16 * mb;
-    store_accumulator<T, kBlockN>(smem, dk[mb], row, kv_col, lane, scale, scale);
-    store_accumulator<T, kBlockN>(s_v_bytes, dv[mb], row, kv_col, lane, p.dropout.rescale,
-                                  p.dropout.rescale);
-  }
   __syncthreads();
   T* g_dk = static_cast<T*>(p.dk.data) + batch * p.dk.stride_batch + head_kv * p.dk.stride_head;
   T* g_dv = static_cast<T*>(p.dv.data) + batch * p.dv.stride_batch + head_kv * p.dv.stride_head;
-  store_tile<T, kBlockN, kHeadDim, kThreads>(smem, g_dk, p.dk.stride_row, key_begin, len_kv,
-                                             head_dim);
-  store_tile<T, kBlockN, kHeadDim, kThreads>(s_v_bytes, g_dv, p.dv.stride_row, key_begin, len_kv,
-                                             head_dim_v);
+  const float rescale = p.dropout.rescale;
+#pragma unroll
+  for (int mb = 0; mb < kDkv.row_blocks; ++mb) {
+    const int row = kv_row + 16 * mb;
+    if constexpr (Config::kTerms == 1) {
+      store_accumulator<T, kBlockN>(smem, dk[mb], row, kv_col, lane, scale, scale);
+      store_accumulator<T, kBlockN>(s_v_bytes, dv[mb], row, kv_col, lane, rescale, rescale);
+    } else {
+      store_accumulator_rows(g_dk, p.dk.stride_row, dk[mb], key_begin + row, len_kv, kv_col,
+                             head_dim, lane, scale, scale);
+      store_accumulator_rows(g_dv, p.dv.stride_row, dv[mb], key_begin + row, len_kv, kv_col,
+                             head_dim_v, lane, rescale, rescale);
+    }
+  }
+  if constexpr (Config::kTerms == 1) {
+    __syncthreads();
+    store_tile<T, kBlockN, kHeadDim, kThreads>(smem, g_dk, p.dk.stride_row, key_begin, len_kv,
+                                               head_dim);
+    store_tile<T, kBlockN, kHeadDim, kThreads>(s_v_bytes, g_dv, p.dv.stride_row, key_begin, len_kv,
+                                               head_dim_v);
+  }
 }
 
 }  // namespace hfb

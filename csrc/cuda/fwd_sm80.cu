@@ -22,6 +22,9 @@ cudaError_t launch(const ForwardParams& params, const Plan& plan, cudaStream_t s
 template <>
 int launch_fwd_sm80<HFB_HEAD_DIM>(const ForwardParams& params, const Plan& plan, void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
+  if constexpr (has_fp32(HFB_HEAD_DIM)) {
+    if (params.dtype == DType::kFloat32) return launch<float, true>(params, plan, s);
+  }
   if (params.dtype == DType::kBFloat16) {
     return plan.is_general ? launch<__nv_bfloat16, true>(params, plan, s)
                            : launch<__nv_bfloat16, false>(params, plan, s);

@@ -1,4 +1,4 @@
-// Forward attention for sm_80 and newer, fp16 and bf16.     FA2, arXiv:2307.08691, Alg. 1.
+// Forward attention for sm_80 and newer, fp16, bf16 and fp32.     FA2, arXiv:2307.08691, Alg. 1.
 //
 //   one block = kBlockM query rows of one (batch, query head); one warp = kRowBlocks x 16 rows, all
 //               keys of a tile; every K and V fragment it reads serves kRowBlocks products
@@ -6,7 +6,8 @@
 //   registers = S [16, kBlockN] and O [16, kHeadDim] fp32 accumulators a warp; P is S packed to the
 //               input dtype, whose accumulator layout already is the A operand of P V
 //   shared    = Q [kBlockM, D] + K [kBlockN, D] + V [kBlockN, D]; tiles.h: 48 KiB at D = 64,
-//               64 KiB at 96 and 128, 96 KiB at 192 and 256. O leaves through Q's rows
+//               64 KiB at 96 and 128, 96 KiB at 192 and 256. O leaves through Q's rows. fp32 tiles
+//               have three terms (operand.cuh): 72 KiB at 64, 96 KiB at 128 and 256
 //   rounding  = S, m, l, O fp32; P rounded to the input dtype before P V, as eager does; O once
 //
 //   barrier (all threads)   after                        publishes    frees
@@ -28,11 +29,13 @@ namespace hfb {
 
 template <typename T, int kHeadDim, bool kGeneral>
 struct FwdSm80 {
-  static constexpr Tile kTile = fwd_sm80_tile(kHeadDim);
+  static constexpr int kTerms = Operand<T>::kTerms;
+  static constexpr Tile kTile = fwd_sm80_tile(kHeadDim, kTerms);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.num_warps;
   static constexpr int kThreads = kWarps * 32, kRowBlocks = kBlockM / (16 * kWarps);
-  static constexpr int kQBytes = tile_bytes(kBlockM, kHeadDim),
-                       kKvBytes = tile_bytes(kBlockN, kHeadDim);
+  static constexpr int kQBytes = kTerms * tile_bytes(kBlockM, kHeadDim),
+                       kKvBytes = kTerms * tile_bytes(kBlockN, kHeadDim);
+  static_assert(kTerms == 1 || kGeneral, "fp32 has the general kernel only");
 };
 
 template <typename T, int kHeadDim, bool kGeneral>
@@ -124,12 +127,12 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
     multiply<T, kHeadDim>(
         scores,
         [&](int kk, int mb) { return a_address<kBlockM>(s_q, warp_row + 16 * mb, kk, lane); },
-        [&](int kk, int key) { return b_address<kBlockN>(s_k, key, kk, lane); });
+        [&](int kk, int key) { return b_address<kBlockN>(s_k, key, kk, lane); },
+        kTermBytes<kBlockM, kHeadDim>, kTermBytes<kBlockN, kHeadDim>);
 
     cp_async_wait<0>();
     if constexpr (kMasked) {
-      cleared_values |=
-          clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(s_v_bytes, [](int) { return false; });
+      cleared_values |= clear_nonfinite<T, kBlockN, kHeadDim, kThreads>(s_v_bytes);
     }
     __syncthreads();  // barrier 2
     if (n > span.first) {
@@ -145,7 +148,6 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
 
 #pragma unroll
     for (int kk = 0; kk < kBlockN / 16; ++kk) {
-      uint32_t a[kRowBlocks][4];  // P [16, 16]: the accumulator layout is the A operand's
 #pragma unroll
       for (int mb = 0; mb < kRowBlocks; ++mb) {
         if (kGeneral && p.dropout.seed) {
@@ -157,20 +159,11 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
             if (!(kept >> i & 1)) scores[mb][8 * kk + i] = 0.f;
           }
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          a[mb][i] = pack2<T>(scores[mb][8 * kk + 2 * i], scores[mb][8 * kk + 2 * i + 1]);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 16; ++j) {
-        uint32_t b[4];
-        ldmatrix_x4_trans(b, b_trans_address<kBlockN>(s_v, 16 * kk, 16 * j, lane));
-#pragma unroll
-        for (int mb = 0; mb < kRowBlocks; ++mb) {
-          mma_16x8x16<T>(&out[mb][8 * j], a[mb], b[0], b[1]);
-          mma_16x8x16<T>(&out[mb][8 * j + 4], a[mb], b[2], b[3]);
-        }
+        uint32_t a[Config::kTerms][4];  // P [16, 16]: the accumulator layout is the A operand's
+        pack_operand<T>(&scores[mb][8 * kk], a);
+        multiply_block<T>(
+            out[mb], a, [&](int col) { return b_trans_address<kBlockN>(s_v, 16 * kk, col, lane); },
+            kTermBytes<kBlockN, kHeadDim>);
       }
     }
   };
@@ -208,12 +201,19 @@ __global__ void __launch_bounds__(FwdSm80<T, kHeadDim, kGeneral>::kThreads, 1)
       if (kGeneral) inverse_sum[r] *= p.dropout.rescale;  // 1 without dropout
       if (lane % 4 == 0 && row < len_q) g_lse[row] = lse;
     }
-    store_accumulator<T, kBlockM>(smem, out[mb], warp_row + 16 * mb, 0, lane, inverse_sum[0],
-                                  inverse_sum[1]);
+    if constexpr (Config::kTerms == 1) {
+      store_accumulator<T, kBlockM>(smem, out[mb], warp_row + 16 * mb, 0, lane, inverse_sum[0],
+                                    inverse_sum[1]);
+    } else {
+      store_accumulator_rows(g_out, p.out.stride_row, out[mb], row_begin + warp_row + 16 * mb,
+                             len_q, 0, head_dim_v, lane, inverse_sum[0], inverse_sum[1]);
+    }
   }
   const bool restore = __syncthreads_or(cleared_values);
-  store_tile<T, kBlockM, kHeadDim, kThreads>(smem, g_out, p.out.stride_row, row_begin, len_q,
-                                             head_dim_v);
+  if constexpr (Config::kTerms == 1) {
+    store_tile<T, kBlockM, kHeadDim, kThreads>(smem, g_out, p.out.stride_row, row_begin, len_q,
+                                               head_dim_v);
+  }
   if (restore) {
     __syncthreads();
     restore_nonfinite_values<T, kGeneral, kBlockM, kBlockN, Config::kWarps>(

@@ -1,4 +1,5 @@
-// Stage 3, memory hierarchy: 16-bit tiles in shared memory, how they are filled and read.
+// Stage 3, memory hierarchy: 16-bit tiles in shared memory, how they are filled and read. An fp32
+// tile is three of them, one for each term (operand.cuh), tile_bytes apart.
 //
 // A [kRows, kCols] tile is a row of slabs of 64 columns; inside a slab a row is 128 bytes (all 32
 // banks) of eight 16-byte chunks, and chunk c of row r lies at position c ^ (r % 8). Eight rows of
@@ -9,7 +10,7 @@
 
 #include "../../params.h"
 #include "../../tiles.h"
-#include "ptx.cuh"
+#include "operand.cuh"
 
 namespace hfb {
 
@@ -36,18 +37,59 @@ struct ChunkMap {
   }
 };
 
+// Bytes from term to term of a [kRows, kCols] tile.
+template <int kRows, int kCols>
+constexpr uint32_t kTermBytes = kRows * ((kCols + kSlabCols - 1) / kSlabCols) * 128;
+
 // Starts the copy of rows [row_begin, row_begin + kRows) of g [len, cols]; rows >= len and columns
-// >= cols become 0.
+// >= cols become 0. fp32 is split on its way, through registers: that copy is complete on return.
 template <typename T, int kRows, int kCols, int kThreads>
 __device__ __forceinline__ void load_tile_async(uint32_t s_tile, const T* g, int64_t stride_row,
                                                 int row_begin, int len, int cols) {
   using Map = ChunkMap<kRows, kCols, kThreads>;
-#pragma unroll
+  constexpr int kUnroll = Operand<T>::kTerms == 1 ? Map::kPerThread : 2;
+#pragma unroll kUnroll
   for (int i = 0; i < Map::kPerThread; ++i) {
     const int row = Map::row(i), col = Map::col(i);
     const bool valid = row_begin + row < len && col < cols;
     const T* src = valid ? g + (row_begin + row) * stride_row + col : g;
-    cp_async_16(s_tile + tile_offset<kRows>(row, col), src, valid);
+    const uint32_t s_chunk = s_tile + tile_offset<kRows>(row, col);
+    if constexpr (Operand<T>::kTerms == 1) {
+      cp_async_16(s_chunk, src, valid);
+    } else {
+      float4 x[2] = {};
+      if (valid) {
+        x[0] = *reinterpret_cast<const float4*>(src);
+        x[1] = *reinterpret_cast<const float4*>(src + 4);
+      }
+      uint32_t words[4][Operand<T>::kTerms];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2* pairs = reinterpret_cast<const float2*>(x);
+        split_pair<T>(pairs[w].x, pairs[w].y, words[w]);
+      }
+#pragma unroll
+      for (int t = 0; t < Operand<T>::kTerms; ++t) {
+        st_shared_16(s_chunk + t * kTermBytes<kRows, kCols>,
+                     make_uint4(words[0][t], words[1][t], words[2][t], words[3][t]));
+      }
+    }
+  }
+}
+
+// Sets the rows of a tile for which zero_row(row) holds to 0, in this thread's own chunks.
+template <typename T, int kRows, int kCols, int kThreads, typename ZeroRow>
+__device__ __forceinline__ void zero_rows(char* s_tile, ZeroRow zero_row) {
+  using Map = ChunkMap<kRows, kCols, kThreads>;
+#pragma unroll
+  for (int i = 0; i < Map::kPerThread; ++i) {
+    if (!zero_row(Map::row(i))) continue;
+#pragma unroll
+    for (int t = 0; t < Operand<T>::kTerms; ++t) {
+      *reinterpret_cast<uint4*>(s_tile + t * kTermBytes<kRows, kCols> +
+                                tile_offset<kRows>(Map::row(i), Map::col(i))) =
+          make_uint4(0, 0, 0, 0);
+    }
   }
 }
 
@@ -77,20 +119,16 @@ __device__ __forceinline__ bool clear_nonfinite_chunk(uint4& chunk) {
 // Replaces inf and NaN in this thread's own chunks by 0 and returns whether there were any. Call
 // between cp_async_wait (which makes a thread's own copies visible to it) and the barrier that
 // publishes the tile. Needed where a tile is masked: an invisible key has probability 0, and 0 *
-// NaN would be NaN. zero_row(row) -> bool: rows to clear altogether.
-template <typename T, int kRows, int kCols, int kThreads, typename ZeroRow>
-__device__ __forceinline__ bool clear_nonfinite(char* s_tile, ZeroRow zero_row) {
+// NaN would be NaN. inf and NaN of fp32 are in the first term.
+template <typename T, int kRows, int kCols, int kThreads>
+__device__ __forceinline__ bool clear_nonfinite(char* s_tile) {
   using Map = ChunkMap<kRows, kCols, kThreads>;
   bool found = false;
 #pragma unroll
   for (int i = 0; i < Map::kPerThread; ++i) {
     uint4* chunk = reinterpret_cast<uint4*>(s_tile + tile_offset<kRows>(Map::row(i), Map::col(i)));
-    if (zero_row(Map::row(i))) {
-      *chunk = make_uint4(0, 0, 0, 0);
-      continue;
-    }
     uint4 data = *chunk;
-    const bool dirty = clear_nonfinite_chunk<T>(data);
+    const bool dirty = clear_nonfinite_chunk<typename Operand<T>::Element>(data);
     if (dirty) *chunk = data;
     found |= dirty;
   }
@@ -153,19 +191,48 @@ __device__ __forceinline__ uint32_t b_trans_address(uint32_t s_tile, int k, int 
   return s_tile + tile_offset<kRows>(k + (lane & 15), n + (lane >> 4) * 8);
 }
 
-// Writes a warp's accumulator [16, kValues / 2] fp32, times the scale of each row half, rounded to
-// T, to (row, col) of a tile.
+// Writes a warp's accumulator [16, kValues / 2] fp32, times the scale of each row half, as an operand
+// of T (its terms term_bytes apart) to (row, col) of a tile.
 template <typename T, int kRows, int kValues>
 __device__ __forceinline__ void store_accumulator(char* s_tile, const float (&acc)[kValues],
                                                   int row, int col, int lane, float scale_lo,
-                                                  float scale_hi) {
+                                                  float scale_hi, uint32_t term_bytes = 0) {
 #pragma unroll
   for (int j = 0; j < kValues / 4; ++j) {
     const int c = col + 8 * j + 2 * (lane & 3), r = row + lane / 4;
-    *reinterpret_cast<uint32_t*>(s_tile + tile_offset<kRows>(r, c)) =
-        pack2<T>(acc[4 * j] * scale_lo, acc[4 * j + 1] * scale_lo);
-    *reinterpret_cast<uint32_t*>(s_tile + tile_offset<kRows>(r + 8, c)) =
-        pack2<T>(acc[4 * j + 2] * scale_hi, acc[4 * j + 3] * scale_hi);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float scale = half ? scale_hi : scale_lo;
+      uint32_t terms[Operand<T>::kTerms];
+      split_pair<T>(acc[4 * j + 2 * half] * scale, acc[4 * j + 2 * half + 1] * scale, terms);
+#pragma unroll
+      for (int t = 0; t < Operand<T>::kTerms; ++t) {
+        *reinterpret_cast<uint32_t*>(s_tile + t * term_bytes +
+                                     tile_offset<kRows>(r + 8 * half, c)) = terms[t];
+      }
+    }
+  }
+}
+
+// Writes the accumulator to rows [row, row + 16) below len and columns [col, ..) below cols of a
+// global fp32 tensor whose row 0 is g. 16-bit results go through shared memory to 16-byte stores.
+template <int kValues>
+__device__ __forceinline__ void store_accumulator_rows(float* g, int64_t stride_row,
+                                                       const float (&acc)[kValues], int row,
+                                                       int len, int col, int cols, int lane,
+                                                       float scale_lo, float scale_hi) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = row + lane / 4 + 8 * half;
+    const float scale = half ? scale_hi : scale_lo;
+    if (r >= len) continue;
+#pragma unroll
+    for (int j = 0; j < kValues / 4; ++j) {
+      const int c = col + 8 * j + 2 * (lane & 3);
+      if (c >= cols) continue;
+      *reinterpret_cast<float2*>(g + r * stride_row + c) =
+          make_float2(acc[4 * j + 2 * half] * scale, acc[4 * j + 2 * half + 1] * scale);
+    }
   }
 }
 
