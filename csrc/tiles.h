@@ -57,6 +57,29 @@ constexpr Tile fwd_sm80_tile(int head_dim, int terms) {
           terms * (tile_bytes(block_m, head_dim) + 2 * tile_bytes(block_n, head_dim))};
 }
 
+// fwd_sm90: one producer warpgroup and block_m / 64 consumers of 64 rows; Q once, K and V in stages.
+// Three consumers at head dim 64, where S [64, 128] leaves registers for it; two above. 176 keys at
+// head dim 128 are the most that S, P and O in registers allow (196 of 240); banded calls take 128,
+// which waste less on the diagonal. At head dim 256 80 keys fill shared memory.
+constexpr Tile fwd_sm90_tile_of(int block_m, int block_n, int head_dim, int stages) {
+  constexpr int kSlotsAndBarriers = 1024;
+  return {block_m, block_n, 4 * (block_m / 64 + 1),
+          tile_bytes(block_m, head_dim) + 2 * stages * tile_bytes(block_n, head_dim) +
+              kSlotsAndBarriers};
+}
+// Two K and V stages overlap copies and products; where shared memory has room, a third is worth 5 %
+// (head dim 128, banded), and head dim 64, whose steps are short, takes one more when banded.
+constexpr int fwd_sm90_stages(int head_dim, bool is_banded) {
+  if (head_dim <= 64) return is_banded ? 4 : 3;
+  return head_dim <= 128 && is_banded ? 3 : 2;
+}
+constexpr Tile fwd_sm90_tile(int head_dim, bool is_banded) {
+  const int stages = fwd_sm90_stages(head_dim, is_banded);
+  if (head_dim <= 64) return fwd_sm90_tile_of(192, 128, head_dim, stages);
+  if (head_dim <= 128) return fwd_sm90_tile_of(128, is_banded ? 128 : 176, head_dim, stages);
+  return fwd_sm90_tile_of(128, 80, head_dim, stages);
+}
+
 // How the warps of a block share a product [rows, cols]: a grid of warps, each 16 * row_blocks rows
 // and cols / warps_n columns. Two row blocks halve the reads of the B operand; they need a column
 // share that is a multiple of 16.
