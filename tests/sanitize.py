@@ -22,7 +22,8 @@ def short_list() -> None:
     from cases import HEAD_DIMS, Case, smoke
     from op_checks import check_case
 
-    cases = smoke(("bf16", "fp16"))
+    cases = smoke(("bf16", "fp16", "fp32"))
+    cases += [Case(dtype="fp32", Lq=67, Lk=45, D=D, Dv=D, kind="causal") for D in (64, 128, 256)]
     cases += [Case(B=1, Hq=2, Hkv=1, Lq=131, Lk=65, D=D, Dv=D, kind="causal") for D in HEAD_DIMS]
     for case in cases:
         check_case(case, "cuda")
