@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= $(shell nproc)
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.inl')
 
 .DEFAULT_GOAL := help
@@ -30,7 +30,7 @@ demo: build  ## the eval on gpt2-mini and smollm2: eager, sdpa and hf_fused
 
 test: build  ## lint and the CPU test suite
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS)
 
 test-gpu: build  ## the GPU test suite
 	$(BIN)/python -m pytest -m gpu
