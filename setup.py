@@ -202,7 +202,7 @@ def write_ninja(
         checked += f" {nvcc} -std=c++17 -O3 -Xcompiler {host}{with_sm90}"
         lines += [f"rule nvcc_host\n  command = {checked} {track}\n  description = C++ $in"]
         kernel = (
-            f"{checked} $gencode --compress-mode=size -Xptxas -v -DHFB_HEAD_DIM=$head_dim {track}"
+            f"{checked} $gencode --compress-mode=speed -Xptxas -v -DHFB_HEAD_DIM=$head_dim {track}"
         )
         lines += [f"rule nvcc\n  command = {kernel}\n  description = CUDA $in, head dim $head_dim"]
         units += [
@@ -216,7 +216,12 @@ def write_ninja(
                 continue
             generic = own_ptx if source.stem == "bwd_sm80" else shared_ptx
             flags = f"\n  gencode = {sm90 if is_sm90 else generic}\n  head_dim = "
-            dims = head_dims("HFB_SM90_HEAD_DIMS" if is_sm90 else "HFB_HEAD_DIMS")
+            is_coarse = source.stem in ("bwd_dq_sm80", "bwd_dbias_sm80")
+            dims = head_dims(
+                "HFB_SM90_HEAD_DIMS" if is_sm90
+                else "HFB_COARSE_HEAD_DIMS" if is_coarse
+                else "HFB_HEAD_DIMS"
+            )  # fmt: skip
             units += [(f"{source.stem}_d{d}", "nvcc", source, f"{flags}{d}") for d in dims]
     lines += [
         f"build {name}.o: {rule} {source}{variables}"

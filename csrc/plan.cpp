@@ -24,7 +24,7 @@ int compiled_head_dim(int64_t head_dim) {
   return 0;
 }
 int compiled_head_dim_fp32(int64_t head_dim) {
-  HFB_FP32_HEAD_DIMS(HFB_PICK)
+  HFB_COARSE_HEAD_DIMS(HFB_PICK)
   return 0;
 }
 int compiled_head_dim_sm90(int64_t head_dim) {
@@ -239,6 +239,7 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
     plan.tile = bwd_sm80_tile(plan.compiled_head_dim, false, terms);
     if (plan.tile.smem_bytes > device.smem_optin_bytes) {
       plan.is_small_smem = true;
+      plan.is_general = true;  // the only variant that is compiled of the small tile
       plan.tile = bwd_sm80_tile(plan.compiled_head_dim, true, terms);
     }
     if (plan.tile.smem_bytes > device.smem_optin_bytes) {

@@ -36,11 +36,15 @@ struct Tile {
   int smem_bytes;  // dynamic shared memory
 };
 
-// fp32 operands are three 16-bit terms (device/operand.cuh); compiled at these head dims only.
-#define HFB_FP32_HEAD_DIMS(X) X(64) X(128) X(256)
+// What runs rarely is compiled at three head dims only, which keeps the build short: fp32 (operands of
+// three 16-bit terms, device/operand.cuh), dQ by rows and the gradient of a bias.
+#define HFB_COARSE_HEAD_DIMS(X) X(64) X(128) X(256)
+constexpr int coarse_head_dim(int head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
 constexpr bool has_fp32(int head_dim) {
 #define HFB_IS(D) head_dim == D ||
-  return HFB_FP32_HEAD_DIMS(HFB_IS) false;
+  return HFB_COARSE_HEAD_DIMS(HFB_IS) false;
 #undef HFB_IS
 }
 

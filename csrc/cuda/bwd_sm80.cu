@@ -32,12 +32,13 @@ cudaError_t launch(const BackwardParams& params, const Plan& plan, cudaStream_t 
       params, buffers);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
 
+  constexpr int kCoarse = coarse_head_dim(HFB_HEAD_DIM);
   if (params.dbias) {
-    const int error = launch_bwd_dbias_sm80<HFB_HEAD_DIM>(params, plan, stream);
+    const int error = launch_bwd_dbias_sm80<kCoarse>(params, plan, stream);
     if (error != cudaSuccess) return static_cast<cudaError_t>(error);
   }
   if (params.dq_by_rows) {
-    return static_cast<cudaError_t>(launch_bwd_dq_sm80<HFB_HEAD_DIM>(params, plan, stream));
+    return static_cast<cudaError_t>(launch_bwd_dq_sm80<kCoarse>(params, plan, stream));
   }
   auto* postprocess = bwd_postprocess_kernel<T, HFB_HEAD_DIM, kBlockM, kThreads>;
   if (const cudaError_t error = allow_smem(postprocess, Config::kQBytes); error != cudaSuccess)
@@ -52,12 +53,7 @@ cudaError_t launch_dtype(const BackwardParams& params, const Plan& plan, cudaStr
                                     BwdSm80<T, HFB_HEAD_DIM, false>::kTile.smem_bytes;
   constexpr bool kHasPlainVariant = Operand<T>::kTerms == 1;  // fp32 is general always
   if constexpr (kHasPlainVariant) {
-    if (!plan.is_general) {
-      if constexpr (kHasSmallVariant) {
-        if (plan.is_small_smem) return launch<T, false, true>(params, plan, stream);
-      }
-      return launch<T, false, false>(params, plan, stream);
-    }
+    if (!plan.is_general) return launch<T, false, false>(params, plan, stream);
   }
   if constexpr (kHasSmallVariant) {
     if (plan.is_small_smem) return launch<T, true, true>(params, plan, stream);
