@@ -146,6 +146,15 @@ def attention_forward(
         if is_causal:
             starts = masks.segment_starts(position_ids, query, key, attention_mask)
             visible["row_start"] = masks.later_start(visible.get("row_start"), starts)
+        if not (
+            cu_seq_lens_q is None and cu_seq_lens_k is None
+        ):  # the mask function never sees them
+            starts, ends = masks.sequence_limits(
+                query, cu_seq_lens_q, cu_seq_lens_k, is_causal=is_causal, window=None
+            )
+            visible["row_start"] = masks.later_start(visible.get("row_start"), starts)
+            earlier = visible.get("row_end")
+            visible["row_end"] = ends if earlier is None else torch.minimum(earlier, ends)
     elif attention_mask is not None and attention_mask.dim() != 2:
         visible["mask"] = attention_mask
     elif attention_mask is None and not (cu_seq_lens_q is None and cu_seq_lens_k is None):

@@ -146,6 +146,13 @@ def forward(
             f"hf_flash_backend: q, k, v: got devices {q.device}, {k.device} and {v.device}, "
             "expected one device."
         )
+    optional = (mask, bias, row_start, row_end, query_offsets, sinks, alibi_slopes, dropout_seed)
+    for name, tensor in zip((*_OPTIONAL[:7], _OPTIONAL[-1]), optional, strict=True):
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(
+                f"hf_flash_backend: {name}: got device {tensor.device}, expected the device of q, "
+                f"{q.device}."
+            )
     if not torch.compiler.is_compiling():
         _refuse_forward_mode(q, k, v, bias, sinks, alibi_slopes)
         _refuse_device(q.device.type, q.device.index, q.dtype, max(q.shape[-1], v.shape[-1]))

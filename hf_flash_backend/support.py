@@ -83,6 +83,12 @@ def explain(
         ``workspace_bytes``, ``flops`` (pairs the band leaves), ``min_bytes`` (each operand once),
         and the call itself.
     """
+    b, hq, hkv, lq, lk, d, dv = shape
+    if min(b, hq, lq, lk) < 0 or min(hkv, d, dv) < 1 or hq % hkv:
+        raise ValueError(
+            f"hf_flash_backend: shape: got {tuple(shape)}, expected (B, Hq, Hkv, Lq, Lk, D, Dv), "
+            "no negative size, Hkv, D and Dv at least 1, Hq a multiple of Hkv."
+        )
     facts = device if isinstance(device, dict) else device_facts(device)
     left, right = window
     if is_causal:
@@ -95,7 +101,6 @@ def explain(
             ",".join(features), scale, softcap, left, right,
         )
     )  # fmt: skip
-    b, hq, hkv, lq, lk, d, dv = shape
     products = 2 if direction == "forward" else 5
     call["flops"] = products * b * hq * _visible_pairs(lq, lk, left, right) * (d + dv)
     operands = b * (hq * lq * (d + dv) + hkv * lk * (d + dv)) * _BYTES[dtype]

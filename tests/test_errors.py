@@ -127,6 +127,16 @@ def test_unimplemented_arguments_are_refused_by_name(name):
         torch.ops.hf_flash_backend.forward(Q, KV, KV, scale=1.0, **{name: UNIMPLEMENTED[name]})
 
 
+def test_an_optional_tensor_on_another_device_is_refused():
+    with pytest.raises(ValueError, match="sinks: got device meta, expected the device of q, cpu"):
+        attention(Q, KV, KV, sinks=torch.ones(4, device="meta"))
+
+
+def test_explain_refuses_impossible_shapes():
+    with pytest.raises(ValueError, match="shape: got .*, expected .B, Hq, Hkv"):
+        explain(shape=(1, 4, 0, 8, 8, 64, 64), device=H200, is_causal=True)
+
+
 def test_dropout_without_a_seed_is_refused_by_the_op():
     with pytest.raises(ValueError, match="dropout_seed: got none, expected an int64 tensor"):
         ops.forward(Q, KV, KV, scale=1.0, dropout_p=0.1)

@@ -131,6 +131,19 @@ def test_packed_sequences_never_leak(name, all_ones_mask, use_cache):
     assert_close(ours(**arguments).logits, _segments_alone(eager, arguments), "logits")
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@torch.no_grad()
+def test_cu_seq_lens_alone_separate_sequences(name):
+    """Layers that get a mask (windows) honour them as well as layers that get none."""
+    _, ours = pair(name)
+    ids = plain()[0]["input_ids"][:1]
+    bounds = torch.tensor([0, 5, LENGTH], dtype=torch.int32)
+    packed_logits = ours(ids, use_cache=False, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).logits
+    starts = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    alone = ours(ids[:, 5:], use_cache=False, position_ids=starts[:, 5:]).logits
+    assert_close(packed_logits[:, 5:], alone, "logits")
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_packed_sequences_checker_rejects_a_leak(monkeypatch, name):
     monkeypatch.setattr(
