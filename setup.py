@@ -77,6 +77,15 @@ def cuda_archs() -> list[int]:
     return archs
 
 
+# Of csrc/tiles.h, for kernels that are not compiled at every head dim.
+HEAD_DIM_LISTS = {
+    "fwd_sm90": "HFB_SM90_HEAD_DIMS",
+    "bwd_sm90": "HFB_BWD_SM90_HEAD_DIMS",
+    "bwd_dq_sm80": "HFB_COARSE_HEAD_DIMS",
+    "bwd_dbias_sm80": "HFB_COARSE_HEAD_DIMS",
+}
+
+
 def head_dims(macro: str = "HFB_HEAD_DIMS") -> list[int]:
     """The compiled head dims, read from their one list in csrc/tiles.h."""
     line = re.search(rf"#define {macro}\(X\)(.*)", (CSRC / "tiles.h").read_text())
@@ -216,12 +225,7 @@ def write_ninja(
                 continue
             generic = own_ptx if source.stem == "bwd_sm80" else shared_ptx
             flags = f"\n  gencode = {sm90 if is_sm90 else generic}\n  head_dim = "
-            is_coarse = source.stem in ("bwd_dq_sm80", "bwd_dbias_sm80")
-            dims = head_dims(
-                "HFB_SM90_HEAD_DIMS" if is_sm90
-                else "HFB_COARSE_HEAD_DIMS" if is_coarse
-                else "HFB_HEAD_DIMS"
-            )  # fmt: skip
+            dims = head_dims(HEAD_DIM_LISTS.get(source.stem, "HFB_HEAD_DIMS"))
             units += [(f"{source.stem}_d{d}", "nvcc", source, f"{flags}{d}") for d in dims]
     lines += [
         f"build {name}.o: {rule} {source}{variables}"

@@ -8,7 +8,8 @@ namespace {
 
 constexpr int kMinimumSm = 80, kHopperSm = 90;
 constexpr int64_t kL2Bytes = int64_t{32} << 20;  // what one section of heads may take of 50 MiB
-constexpr double kEvenShares = 0.9;              // persistent blocks that idle less than a tenth
+constexpr int64_t kL2BytesBackward = int64_t{40} << 20;  // likewise; Q, dO and the fp32 dQ
+constexpr double kEvenShares = 0.9;  // persistent blocks that idle less than a tenth
 constexpr int64_t kMaxGrid = INT32_MAX;
 
 std::string version_text(int version) {
@@ -31,6 +32,10 @@ int compiled_head_dim_sm90(int64_t head_dim) {
   HFB_SM90_HEAD_DIMS(HFB_PICK)
   return 0;
 }
+int compiled_head_dim_bwd_sm90(int64_t head_dim) {
+  HFB_BWD_SM90_HEAD_DIMS(HFB_PICK)
+  return 0;
+}
 #undef HFB_PICK
 
 bool forces_generic_kernels(const char* setting) {
@@ -45,7 +50,6 @@ std::string why_not_sm90(bool is_forward, const ForwardParams& p, bool is_genera
   return "this build has no sm_90 kernels (90 was not in HFB_CUDA_ARCHS); the generic sm_80 kernel "
          "runs";
 #endif
-  if (!is_forward) return "backward has no sm_90 kernel yet; the generic sm_80 kernel runs";
   if (p.dtype == DType::kFloat32) {
     return "fp32 has no sm_90 kernel (wgmma multiplies no more than 19 bits); the generic sm_80 "
            "kernel runs";
@@ -54,6 +58,9 @@ std::string why_not_sm90(bool is_forward, const ForwardParams& p, bool is_genera
     return "mask, bias, softcap, ALiBi, dropout and scale <= 0 have no sm_90 kernel yet; the "
            "generic "
            "sm_80 kernel runs";
+  }
+  if (!is_forward && compiled_head_dim_bwd_sm90(std::max(p.head_dim, p.head_dim_v)) == 0) {
+    return "head dims above 128 have no sm_90 backward kernel yet; the generic sm_80 kernel runs";
   }
   if (p.len_kv == 0) return "there are no keys; the generic sm_80 kernel writes the zeros";
   return "";
@@ -88,6 +95,23 @@ void schedule_fwd_sm90(const ForwardParams& p, const Device& device, Plan& plan)
   plan.num_blocks = num_m * num_heads;
 }
 
+// bwd_sm90 has one block for each key tile of a head. Banded: sections of heads whose Q, dO and dQ stay
+// in L2, and inside a section the first keys of all heads first, which the most rows of a causal call
+// see. In a fixed order of additions blocks wait for those before them; last keys first, the order in
+// which causal rows need them, keeps that short, and so does spreading the blocks over all heads.
+void schedule_bwd_sm90(const ForwardParams& p, Plan& plan) {
+  const int64_t num_n = (p.len_kv + plan.tile.block_n - 1) / plan.tile.block_n;
+  const int64_t num_heads = p.batch * p.heads_kv, group = p.heads_q / p.heads_kv;
+  constexpr int64_t kElementBytes = 2 * kBytesPerElement + 4;  // Q, dO, dQ
+  const int64_t head_bytes = std::max<int64_t>(1, p.len_q * p.head_dim * kElementBytes * group);
+  int64_t section = plan.is_banded ? std::max<int64_t>(1, kL2BytesBackward / head_bytes) : 1;
+  if (p.dq_by_rows) section = num_heads;
+  plan.order.num_m = static_cast<int32_t>(num_n);
+  plan.order.num_heads = static_cast<int32_t>(num_heads);
+  plan.order.section_heads = static_cast<int32_t>(std::min(section, num_heads));
+  plan.num_blocks = num_n * num_heads;
+}
+
 Plan unsupported(std::string reason) {
   Plan plan;
   plan.reason = std::move(reason);
@@ -109,6 +133,8 @@ const char* kernel_name(Kernel kernel) {
       return "fwd_sm90";
     case Kernel::kBwdSm80:
       return "bwd_sm80";
+    case Kernel::kBwdSm90:
+      return "bwd_sm90";
   }
   return "none";
 }
@@ -165,16 +191,21 @@ std::string driver_problem(int driver_version, int runtime_version) {
          ", which needs a driver " + needed + ". Update the driver, or rebuild with an older nvcc.";
 }
 
-BackwardWorkspace backward_workspace(const ForwardParams& p, const Tile& tile, int head_dim) {
+BackwardWorkspace backward_workspace(const ForwardParams& p, const Plan& plan) {
+  const int block_m = plan.tile.block_m;
+  const bool has_turns = p.dq_by_rows && plan.kernel == Kernel::kBwdSm90;
+  const bool has_accumulator = !p.dq_by_rows || has_turns;
   auto align = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
   BackwardWorkspace w;
-  const int64_t num_m = (p.len_q + tile.block_m - 1) / tile.block_m;
-  w.len_q_padded = num_m * tile.block_m;
+  const int64_t num_m = (p.len_q + block_m - 1) / block_m;
+  w.len_q_padded = num_m * block_m;
   const int64_t rows = p.batch * p.heads_q * w.len_q_padded;
   w.lse = w.delta + align(rows * 4);
   w.row_blocks = w.lse + align(rows * 4);
-  w.dq_accumulator = w.row_blocks + align(p.batch * num_m * static_cast<int64_t>(sizeof(RowBlock)));
-  w.total_bytes = w.dq_accumulator + (p.dq_by_rows ? 0 : align(rows * head_dim * 4));
+  w.dq_turns = w.row_blocks + align(p.batch * num_m * static_cast<int64_t>(sizeof(RowBlock)));
+  w.dq_accumulator = w.dq_turns + (has_turns ? align(p.batch * p.heads_q * num_m * 4) : 0);
+  w.total_bytes =
+      w.dq_accumulator + (has_accumulator ? align(rows * plan.compiled_head_dim * 4) : 0);
   return w;
 }
 
@@ -230,6 +261,12 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
     plan.compiled_head_dim = compiled_head_dim_sm90(head_dim);
     plan.tile = fwd_sm90_tile(plan.compiled_head_dim, plan.is_banded);
     schedule_fwd_sm90(p, device, plan);
+  } else if (!is_forward && device.sm == kHopperSm && plan.reason.empty()) {
+    plan.kernel = Kernel::kBwdSm90;
+    plan.compiled_head_dim = compiled_head_dim_bwd_sm90(head_dim);
+    plan.tile = bwd_sm90_tile(plan.compiled_head_dim);
+    schedule_bwd_sm90(p, plan);
+    plan.workspace_bytes = backward_workspace(p, plan).total_bytes;
   } else if (is_forward) {
     plan.kernel = Kernel::kFwdSm80;
     plan.tile = fwd_sm80_tile(plan.compiled_head_dim, terms);
@@ -249,7 +286,7 @@ Plan make_plan(Direction direction, const ForwardParams& p, const Device& device
                          std::to_string(device.smem_optin_bytes) + ". Use bf16.");
     }
     plan.num_blocks = (p.len_kv + plan.tile.block_n - 1) / plan.tile.block_n * p.heads_kv * p.batch;
-    plan.workspace_bytes = backward_workspace(p, plan.tile, plan.compiled_head_dim).total_bytes;
+    plan.workspace_bytes = backward_workspace(p, plan).total_bytes;
   }
   const int64_t num_m = count_tiles();
   if (std::max({plan.num_blocks, num_m * p.heads_q * p.batch, p.len_q, p.len_kv}) > kMaxGrid) {

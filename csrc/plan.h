@@ -11,7 +11,7 @@
 namespace hfb {
 
 enum class Direction { kForward, kBackward };
-enum class Kernel { kNone, kCpu, kFwdSm80, kFwdSm90, kBwdSm80 };
+enum class Kernel { kNone, kCpu, kFwdSm80, kFwdSm90, kBwdSm80, kBwdSm90 };
 
 const char* kernel_name(Kernel kernel);
 const char* dtype_name(DType dtype);
@@ -36,7 +36,7 @@ struct Plan {
   bool is_banded = false;     // CUDA: a band or row limits, so that tiles are skipped and masked
   bool is_small_smem = false;  // CUDA: the tile for GPUs with 99 KiB of shared memory a block
   Tile tile = {};
-  TileOrder order;         // fwd_sm90: how its persistent blocks take the query tiles
+  TileOrder order;         // fwd_sm90: of query tiles, bwd_sm90: of key tiles, over the blocks
   int64_t num_blocks = 0;  // grid size
   int64_t workspace_bytes = 0;
 };
@@ -50,17 +50,19 @@ std::string feature_list(const ForwardParams& params);
 // Text of the error for a driver that cannot run the library's CUDA runtime, "" when it can.
 std::string driver_problem(int driver_version, int runtime_version);
 
-// Workspace of bwd_sm80, in bytes from its start; every part 256-byte aligned.
+// Workspace of the backward pass, in bytes from its start; every part 256-byte aligned.
 struct BackwardWorkspace {
   int64_t len_q_padded = 0;  // Lq rounded up to the tile
   int64_t delta = 0;         // [B, Hq, Lq_padded] fp32
   int64_t lse = 0;           // [B, Hq, Lq_padded] fp32, +inf for rows that see no key
   int64_t row_blocks = 0;    // [B, Lq_padded / block_m] RowBlock
-  int64_t dq_accumulator =
-      0;  // [B, Hq, Lq_padded / block_m] tiles of block_m * head_dim fp32, in thread order
+  // bwd_sm90 with dq_by_rows: [B, Hq, Lq_padded / block_m] int32, how many key tiles were added
+  int64_t dq_turns = 0;
+  // Not bwd_sm80 with dq_by_rows: [B, Hq, Lq_padded / block_m] tiles of block_m * head_dim fp32, in
+  // thread order
+  int64_t dq_accumulator = 0;
   int64_t total_bytes = 0;
 };
-BackwardWorkspace backward_workspace(const ForwardParams& params, const Tile& tile,
-                                     int compiled_head_dim);
+BackwardWorkspace backward_workspace(const ForwardParams& params, const Plan& plan);
 
 }  // namespace hfb

@@ -11,6 +11,7 @@
 #define HFB_HEAD_DIMS(X) X(64) X(96) X(128) X(192) X(256)
 // Of the sm_90 kernels, which are faster on zero columns than the sm_80 kernels on exact head dims.
 #define HFB_SM90_HEAD_DIMS(X) X(64) X(128) X(256)
+#define HFB_BWD_SM90_HEAD_DIMS(X) X(64) X(128)
 
 namespace hfb {
 
@@ -124,6 +125,21 @@ constexpr Tile bwd_sm80_tile(int head_dim, bool small_smem, int terms) {
                          (bwd_sm80_q_stages(head_dim, terms) + 1) * tile_bytes(block_m, head_dim) +
                          2 * tile_bytes(block_m, block_n);
   return {block_m, block_n, num_warps, terms * smem_bytes};
+}
+
+// bwd_sm90: K + V [block_n, D] + two stages of Q, dO [block_m, D], dS [block_m, block_n] and row
+// statistics + dQ [block_m, D] fp32. One producer warpgroup and two consumers of 64 keys each. S^T and
+// dP^T [64, block_m], dK and dV [64, D] have to fit into 232 registers, hence 128 rows at head dim 64
+// and 64 rows at 128.
+constexpr int kBwdSm90Stages = 2;
+constexpr Tile bwd_sm90_tile(int head_dim) {
+  constexpr int kStatisticsBytes = 16, kBarriersAndSlots = 256;  // a row; lse, delta, key range
+  const int block_m = head_dim <= 64 ? 128 : 64, block_n = 128;
+  return {block_m, block_n, 12,
+          2 * tile_bytes(block_n, head_dim) + 2 * tile_bytes(block_m, head_dim) +
+              kBwdSm90Stages * (2 * tile_bytes(block_m, head_dim) + tile_bytes(block_m, block_n) +
+                                block_m * kStatisticsBytes) +
+              kBarriersAndSlots};
 }
 
 // bwd_dq_sm80: Q + dO + K + V, one stage each; 16 rows a warp. 64 keys above head dim 128 spill 150

@@ -241,7 +241,7 @@ def test_explain_on_a_gpu_that_is_not_here():
     assert plan["flops"] == 4 * 2 * 16 * (4096 * 4097 // 2) * 80
     small = explain(
         shape=(1, 1, 1, 64, 64, 128, 128),
-        device=dict(H200, smem_optin_bytes=101376),
+        device=dict(H200, sm=86, smem_optin_bytes=101376),
         direction="backward",
     )
     assert small["smem_bytes"] <= 101376
@@ -274,7 +274,17 @@ HOPPER_CALLS = {
     "alibi": (dict(features=("alibi",)), "fwd_sm80", "mask, bias, softcap, ALiBi, dropout and"),
     "sinks": (dict(features=("sinks",)), "fwd_sm90", ""),
     "negative scale": (dict(scale=-1.0), "fwd_sm80", "mask, bias, softcap, ALiBi, dropout and"),
-    "backward": (dict(direction="backward"), "bwd_sm80", "backward has no sm_90 kernel yet"),
+    "backward": (dict(direction="backward"), "bwd_sm90", ""),
+    "deterministic backward": (
+        dict(direction="backward", features=("deterministic",)),
+        "bwd_sm90",
+        "",
+    ),
+    "backward above head dim 128": (
+        dict(direction="backward", shape=(2, 16, 4, 64, 64, 192, 128)),
+        "bwd_sm80",
+        "head dims above 128 have no sm_90 backward kernel yet",
+    ),
     "no keys": (dict(shape=(2, 16, 4, 8, 0, 80, 80)), "fwd_sm80", "there are no keys"),
 }
 
@@ -288,7 +298,7 @@ def test_which_kernel_runs_on_hopper_and_why(name):
         assert "no sm_90 kernels (90 was not in HFB_CUDA_ARCHS)" in plan["reason"]
         return
     assert plan["kernel"] == kernel and plan["reason"].startswith(reason)
-    assert (plan["reason"] == "") == (kernel == "fwd_sm90")
+    assert (plan["reason"] == "") == kernel.endswith("sm90")
 
 
 @pytest.mark.parametrize(

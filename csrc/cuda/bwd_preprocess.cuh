@@ -3,8 +3,8 @@
 //   delta = rowsum(dout * out) - dlse     [B, Hq, Lq_padded] fp32 (dlse: gradient through lse)
 //   lse   times lse_factor                [B, Hq, Lq_padded] fp32, in base 2 or natural as scores
 //         of bwd_sm80 are; +inf for padding rows and rows that see no key, so that P = 0 there
-//   row_blocks [B, Lq_padded / block_m]   what the tile's rows see: bwd_sm80 skips and masks by it
-//   dq_accumulator tile = 0, where there is one
+//   row_blocks [B, Lq_padded / block_m]   what the tile's rows see: tiles are skipped and masked by it
+//   dq_accumulator tile and dq_turns = 0, where there are any
 //
 // Thread mapping: eight lanes a row, 16 bytes a lane and step. No shared-memory tiles.
 #pragma once
@@ -20,21 +20,32 @@ struct BackwardBuffers {
   float* lse;
   RowBlock* row_blocks;
   float* dq_accumulator;  // null if dq is computed by rows
+  int* dq_turns;          // null if the order of additions to dq_accumulator is free
   int len_q_padded;
 };
 
+// Where bwd_sm90 expects row row of lse and delta: lane q of a quad needs rows 2q, 2q + 1, 2q + 8 and
+// 2q + 9 of sixteen, and so finds them in 16 bytes.
+__device__ __forceinline__ int statistic_index(int row) {
+  return row / 16 * 16 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
+}
+
 // The parts of the workspace that plan laid out.
 inline BackwardBuffers backward_buffers(const BackwardParams& params, const Plan& plan) {
-  const BackwardWorkspace layout = backward_workspace(params, plan.tile, plan.compiled_head_dim);
+  const BackwardWorkspace layout = backward_workspace(params, plan);
   char* base = static_cast<char*>(params.workspace);
   auto part = [base](int64_t offset) { return reinterpret_cast<float*>(base + offset); };
-  return {part(layout.delta), part(layout.lse),
+  return {part(layout.delta),
+          part(layout.lse),
           reinterpret_cast<RowBlock*>(base + layout.row_blocks),
-          params.dq_by_rows ? nullptr : part(layout.dq_accumulator),
+          layout.total_bytes == layout.dq_accumulator ? nullptr : part(layout.dq_accumulator),
+          layout.dq_turns == layout.dq_accumulator ? nullptr
+                                                   : reinterpret_cast<int*>(base + layout.dq_turns),
           static_cast<int>(layout.len_q_padded)};
 }
 
-template <typename T, int kHeadDim, int kBlockM, int kThreads>
+// kPermuted: lse and delta in the order of statistic_index.
+template <typename T, int kHeadDim, int kBlockM, int kThreads, bool kPermuted>
 __global__ void __launch_bounds__(kThreads)
     bwd_preprocess_kernel(const __grid_constant__ BackwardParams p, const BackwardBuffers buffers,
                           float lse_factor) {
@@ -58,6 +69,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += kThreads)
       accumulator[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
+  if (buffers.dq_turns != nullptr && threadIdx.x == 0) buffers.dq_turns[batch_head * num_m + m] = 0;
 
   const T* g_out =
       static_cast<const T*>(p.out.data) + batch * p.out.stride_batch + head * p.out.stride_head;
@@ -89,8 +101,10 @@ __global__ void __launch_bounds__(kThreads)
     if (lane == 0) {
       if (p.dlse && lse != INFINITY)
         delta -= static_cast<const float*>(p.dlse)[batch_head * p.len_q + row];
-      buffers.delta[batch_head * buffers.len_q_padded + row] = delta;
-      buffers.lse[batch_head * buffers.len_q_padded + row] = lse;
+      const int64_t index =
+          batch_head * buffers.len_q_padded + (kPermuted ? statistic_index(row) : row);
+      buffers.delta[index] = delta;
+      buffers.lse[index] = lse;
     }
   }
 }

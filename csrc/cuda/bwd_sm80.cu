@@ -21,7 +21,7 @@ cudaError_t launch(const BackwardParams& params, const Plan& plan, cudaStream_t 
   const auto row_tiles =
       static_cast<unsigned>(buffers.len_q_padded / kBlockM * params.heads_q * params.batch);
 
-  bwd_preprocess_kernel<T, HFB_HEAD_DIM, kBlockM, kThreads>
+  bwd_preprocess_kernel<T, HFB_HEAD_DIM, kBlockM, kThreads, false>
       <<<row_tiles, kThreads, 0, stream>>>(params, buffers, kGeneral ? 1.f : kLog2e);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
 
@@ -40,7 +40,7 @@ cudaError_t launch(const BackwardParams& params, const Plan& plan, cudaStream_t 
   if (params.dq_by_rows) {
     return static_cast<cudaError_t>(launch_bwd_dq_sm80<kCoarse>(params, plan, stream));
   }
-  auto* postprocess = bwd_postprocess_kernel<T, HFB_HEAD_DIM, kBlockM, kThreads>;
+  auto* postprocess = bwd_postprocess_kernel<T, HFB_HEAD_DIM, Config>;
   if (const cudaError_t error = allow_smem(postprocess, Config::kQBytes); error != cudaSuccess)
     return error;
   postprocess<<<row_tiles, kThreads, Config::kQBytes, stream>>>(params, buffers);

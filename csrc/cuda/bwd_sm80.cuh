@@ -43,6 +43,7 @@ struct BwdSm80 {
   static constexpr WarpGrid kS = warp_grid(kBlockM, kBlockN, kWarps);
   static constexpr WarpGrid kDkv = warp_grid(kBlockN, kHeadDim, kWarps);
   static constexpr WarpGrid kDq = warp_grid(kBlockM, kHeadDim, kWarps);
+  static constexpr int kDqThreads = kThreads, kDqRun = kThreads;  // for bwd_postprocess
   static constexpr int kKvBytes = kTerms * tile_bytes(kBlockN, kHeadDim),
                        kQBytes = kTerms * tile_bytes(kBlockM, kHeadDim);
   static constexpr int kPBytes = kTerms * tile_bytes(kBlockM, kBlockN);

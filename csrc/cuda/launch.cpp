@@ -49,6 +49,11 @@ std::string error_text(const Plan& plan, int error) {
          "CUDA_LAUNCH_BLOCKING=1.";
 }
 
+std::string missing_kernel(const Plan& plan) {
+  return std::string("hf_flash_backend: ") + kernel_name(plan.kernel) +
+         " is not built for head dim " + std::to_string(plan.compiled_head_dim) + ".";
+}
+
 }  // namespace
 
 const CudaDevice& cuda_device(int index) {
@@ -59,35 +64,33 @@ const CudaDevice& cuda_device(int index) {
   return devices[slot];
 }
 
-std::string launch_forward_cuda(const ForwardParams& params, const Plan& plan, void* stream) {
 #define HFB_LAUNCH(KERNEL, D) \
   if (plan.compiled_head_dim == D) return error_text(plan, KERNEL<D>(params, plan, stream));
-#define HFB_LAUNCH_SM80(D) HFB_LAUNCH(launch_fwd_sm80, D)
-#define HFB_LAUNCH_SM90(D) HFB_LAUNCH(launch_fwd_sm90, D)
+#define HFB_LAUNCH_FWD_SM80(D) HFB_LAUNCH(launch_fwd_sm80, D)
+#define HFB_LAUNCH_FWD_SM90(D) HFB_LAUNCH(launch_fwd_sm90, D)
+#define HFB_LAUNCH_BWD_SM80(D) HFB_LAUNCH(launch_bwd_sm80, D)
+#define HFB_LAUNCH_BWD_SM90(D) HFB_LAUNCH(launch_bwd_sm90, D)
+
+std::string launch_forward_cuda(const ForwardParams& params, const Plan& plan, void* stream) {
   if (plan.kernel == Kernel::kFwdSm90) {
 #ifdef HFB_WITH_SM90
-    HFB_SM90_HEAD_DIMS(HFB_LAUNCH_SM90)
+    HFB_SM90_HEAD_DIMS(HFB_LAUNCH_FWD_SM90)
 #endif
   } else {
-    HFB_HEAD_DIMS(HFB_LAUNCH_SM80)
+    HFB_HEAD_DIMS(HFB_LAUNCH_FWD_SM80)
   }
-#undef HFB_LAUNCH_SM90
-#undef HFB_LAUNCH_SM80
-#undef HFB_LAUNCH
-  return "hf_flash_backend: no forward kernel for head dim " +
-         std::to_string(plan.compiled_head_dim) + ".";
+  return missing_kernel(plan);
 }
 
 std::string launch_backward_cuda(const BackwardParams& params, const Plan& plan, void* stream) {
-  switch (plan.compiled_head_dim) {
-#define HFB_LAUNCH(D) \
-  case D:             \
-    return error_text(plan, launch_bwd_sm80<D>(params, plan, stream));
-    HFB_HEAD_DIMS(HFB_LAUNCH)
-#undef HFB_LAUNCH
+  if (plan.kernel == Kernel::kBwdSm90) {
+#ifdef HFB_WITH_SM90
+    HFB_BWD_SM90_HEAD_DIMS(HFB_LAUNCH_BWD_SM90)
+#endif
+  } else {
+    HFB_HEAD_DIMS(HFB_LAUNCH_BWD_SM80)
   }
-  return "hf_flash_backend: no backward kernel for head dim " +
-         std::to_string(plan.compiled_head_dim) + ".";
+  return missing_kernel(plan);
 }
 
 }  // namespace hfb

@@ -31,6 +31,8 @@ int launch_fwd_sm90(const ForwardParams& params, const Plan& plan, void* stream)
 template <int kHeadDim>
 int launch_bwd_sm80(const BackwardParams& params, const Plan& plan, void* stream);
 template <int kHeadDim>
+int launch_bwd_sm90(const BackwardParams& params, const Plan& plan, void* stream);
+template <int kHeadDim>
 int launch_bwd_dq_sm80(const BackwardParams& params, const Plan& plan, void* stream);
 template <int kHeadDim>
 int launch_bwd_dbias_sm80(const BackwardParams& params, const Plan& plan, void* stream);

@@ -42,10 +42,17 @@ bool encode_tile_map(CUtensorMap* map, DType dtype, const Strided<const void>& t
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return encode(map, type, 4, const_cast<void*>(tensor.data), dims, strides, box, element_strides,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const auto try_encode = [&] {
+    return encode(map, type, 4, const_cast<void*>(tensor.data), dims, strides, box, element_strides,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = try_encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {  // a thread that has not used the GPU, as of autograd
+    cudaFree(nullptr);                         // makes the device's context current
+    result = try_encode();
+  }
+  return result == CUDA_SUCCESS;
 }
 
 }  // namespace hfb

@@ -47,6 +47,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t s_a
                : "memory");
 }
 
+// Stores four 8x8 16-bit matrices transposed (sm_90); addresses as for ldmatrix_x4.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t s_address, const uint32_t (&r)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(s_address),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+}
+
 // d[16, 8] += a[16, 16] b[16, 8]; fp32 accumulation. Lane l holds of d: rows l / 4 and l / 4 + 8,
 // columns 2 (l % 4), + 1.
 template <typename T>

@@ -48,4 +48,16 @@ struct TileCount {
   __device__ __forceinline__ uint32_t q_parity() const { return taken % 2; }
 };
 
+// Blocks that add to the same memory in a fixed order: a block's turn has come when *turn has reached
+// value; it sees all that was added before. One thread each.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int value) {
+  int seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+  } while (seen < value);
+}
+__device__ __forceinline__ void end_turn(int* turn) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+}
+
 }  // namespace hfb

@@ -236,6 +236,25 @@ __device__ __forceinline__ void store_accumulator_rows(float* g, int64_t stride_
   }
 }
 
+// Writes row half r (0, 1) of an accumulator of 16 rows to columns [0, cols) of the global row g: a
+// transpose inside each quad gives every lane 16 bytes. All lanes call; exists = false stores nothing.
+template <typename T, int kValues>
+__device__ __forceinline__ void store_quad_row(T* g, const float (&acc)[kValues], int r,
+                                               bool exists, int cols, int lane) {
+#pragma unroll
+  for (int u = 0; u < kValues / 16; ++u) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      words[i] = pack2<T>(acc[16 * u + 4 * i + 2 * r], acc[16 * u + 4 * i + 2 * r + 1]);
+    quad_transpose(words, lane & 3);
+    const int col = 32 * u + 8 * (lane & 3);
+    if (exists && col < cols) {
+      *reinterpret_cast<uint4*>(g + col) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
 // Copies rows [row_begin, len) and columns [0, cols) of a shared tile to global memory, 16 bytes a
 // lane, by threads [0, kThreads) numbered thread. g points at row 0.
 template <typename T, int kRows, int kCols, int kThreads>

@@ -53,6 +53,30 @@ __device__ __forceinline__ void tma_load(uint32_t s_dst, const CUtensorMap* map,
       "l"(map), "r"(s_barrier), "r"(col), "r"(row), "r"(head), "r"(batch), "l"(l2_policy)
       : "memory");
 }
+// bytes (a multiple of 16) from global to shared memory, counted towards s_barrier.
+__device__ __forceinline__ void bulk_load(uint32_t s_dst, const void* g_src, int bytes,
+                                          uint32_t s_barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(s_dst),
+      "l"(g_src), "r"(bytes), "r"(s_barrier)
+      : "memory");
+}
+// Starts adding bytes of fp32 in shared memory to global memory, in L2.
+__device__ __forceinline__ void bulk_add(float* g_dst, uint32_t s_src, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(g_dst),
+      "r"(s_src), "r"(bytes)
+      : "memory");
+}
+// Waits until this thread's additions have read shared memory, or are done.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

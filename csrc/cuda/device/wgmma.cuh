@@ -53,7 +53,8 @@ __device__ constexpr int k_step(int kk, int rows) {
 // Offset of 16 rows number kk of a tile stored [k][n].
 __device__ constexpr int k_step_trans(int kk) { return kk * (16 * 128 >> 4); }
 
-// Wgmma<N>::multiply_shared: d = a b or d += a b, a [64, 16] stored [m][k], b [N, 16] stored [n][k].
+// Wgmma<N>::multiply_shared: d = a b or d += a b, a [64, 16] stored [m][k], b [N, 16] stored [n][k];
+// kTransB: b [16, N] stored [k][n].
 // Wgmma<N>::multiply_registers: d += a b, a in the accumulator layout, b [16, N] stored [k][n].
 template <int kN>
 struct Wgmma;
@@ -80,13 +81,13 @@ struct Wgmma;
   "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // kN, type, accumulator names, accumulator operands, names of the operands after them.
-#define HFB_WGMMA_SHARED(kN, TYPE, NAMES, ACC, A, B, ADD)                                          \
+#define HFB_WGMMA_SHARED(kN, TYPE, NAMES, ACC, A, B, ADD, TRANS_B)                                 \
   asm volatile("{ .reg .pred add; setp.ne.b32 add, " ADD                                           \
                ", 0;\n"                                                                            \
                "wgmma.mma_async.sync.aligned.m64n" #kN "k16.f32." TYPE "." TYPE " {" NAMES "}, " A \
-               ", " B ", add, 1, 1, 0, 0; }"                                                       \
+               ", " B ", add, 1, 1, 0, " TRANS_B "; }"                                             \
                : ACC                                                                               \
-               : "l"(a), "l"(b), "r"(add))
+               : "l"(a), "l"(b), "r"(add), "n"(kTransB ? 1 : 0))
 #define HFB_WGMMA_REGISTERS(kN, TYPE, NAMES, ACC, A0, A1, A2, A3, B)                       \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #kN "k16.f32." TYPE "." TYPE " {" NAMES \
                "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", 1, 1, 1, 1;"                   \
@@ -95,13 +96,13 @@ struct Wgmma;
 #define HFB_WGMMA(kN, NAMES, ACC, X0, X1, X2, X3, X4)                                      \
   template <>                                                                              \
   struct Wgmma<kN> {                                                                       \
-    template <typename T>                                                                  \
+    template <typename T, bool kTransB = false>                                            \
     __device__ __forceinline__ static void multiply_shared(float (&d)[kN / 2], uint64_t a, \
                                                            uint64_t b, int add) {          \
       if constexpr (std::is_same_v<T, __nv_bfloat16>) {                                    \
-        HFB_WGMMA_SHARED(kN, "bf16", NAMES, HFB_UNPACK ACC, X0, X1, X2);                   \
+        HFB_WGMMA_SHARED(kN, "bf16", NAMES, HFB_UNPACK ACC, X0, X1, X2, X3);               \
       } else {                                                                             \
-        HFB_WGMMA_SHARED(kN, "f16", NAMES, HFB_UNPACK ACC, X0, X1, X2);                    \
+        HFB_WGMMA_SHARED(kN, "f16", NAMES, HFB_UNPACK ACC, X0, X1, X2, X3);                \
       }                                                                                    \
     }                                                                                      \
     template <typename T>                                                                  \
